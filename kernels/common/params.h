@@ -1,0 +1,129 @@
+// What a binding hands to a launcher: raw pointers, sizes and constants, free of torch. The same structs serve the CPU
+// kernels, the CUDA kernels and the CUDA kernels under the SIMT harness.
+//
+// N: rows (tokens), C: model width, V: vocabulary. `scalar` stands for the element type that `dtype` names. All tensors are
+// contiguous and row-major; sizes and offsets are 64-bit. Outputs are overwritten (=) unless a comment says +=.
+#pragma once
+
+#include <cstdint>
+
+#include "common/philox.h"
+
+namespace ls {
+
+enum class DType : int32_t { kFloat32, kFloat16, kBFloat16 };
+
+// y = residual + dropout(x + bias)
+struct BiasDropoutResidualForward {
+  const void* x;         // scalar (N, C)
+  const void* bias;      // scalar (C,) or null
+  const void* residual;  // scalar (N, C) or null
+  void* y;               // scalar (N, C); may be x or residual themselves
+  int64_t n_rows, n_cols;
+  Dropout dropout;
+  DType dtype;
+};
+
+// grad_x = dropout(grad_y) with the forward's mask; grad_bias = sum over rows of grad_x (before rounding to scalar).
+// The residual's gradient is grad_y itself.
+struct BiasDropoutResidualBackward {
+  const void* grad_y;  // scalar (N, C)
+  void* grad_x;        // scalar (N, C); may be grad_y itself
+  void* grad_bias;     // scalar (C,) or null
+  float* partials;     // workspace (n_partials, C) when grad_bias is wanted, else null
+  int64_t n_partials;
+  int64_t n_rows, n_cols;
+  Dropout dropout;
+  DType dtype;
+};
+
+// y = (x - mean) * rstd * weight + bias, mean and rstd = 1 / sqrt(var + eps) per row, biased variance
+struct LayerNormForward {
+  const void* x;       // scalar (N, C)
+  const void* weight;  // scalar (C,) or null (ones)
+  const void* bias;    // scalar (C,) or null (zeros)
+  void* y;             // scalar (N, C)
+  float* mean;         // (N,)
+  float* rstd;         // (N,)
+  int64_t n_rows, n_cols;
+  float eps;
+  DType dtype;
+};
+
+// With xhat = (x - mean) * rstd and g = grad_y * weight:
+//   grad_x = rstd * (g - sum(g) / C - xhat * sum(g * xhat) / C)     both sums in one reduction
+//   grad_weight = sum over rows of grad_y * xhat, grad_bias = sum over rows of grad_y
+struct LayerNormBackward {
+  const void* grad_y;   // scalar (N, C)
+  const void* x;        // scalar (N, C)
+  const void* weight;   // scalar (C,) or null (ones)
+  const float* mean;    // (N,)
+  const float* rstd;    // (N,)
+  void* grad_x;         // scalar (N, C)
+  void* grad_weight;    // scalar (C,) or null
+  void* grad_bias;      // scalar (C,) or null
+  float* partials;      // workspace (2, n_partials, C): weight's then bias's; null when neither is wanted
+  int64_t n_partials;
+  int64_t n_rows, n_cols;
+  DType dtype;
+};
+
+// With q = softmax(logits[n]), and p = 1 - epsilon at the target, epsilon / (V - 1) elsewhere (fairseq's convention):
+//   nll[n] = -log q[target], loss[n] = -sum_v p_v log q_v, grad[n] = (q - p) * grad_scale
+// A row whose target is ignore_index gives loss 0, nll 0 and a gradient of zeros. V == 1 uses epsilon / 1 nowhere: loss = (1 - epsilon) nll.
+struct LabelSmoothedCrossEntropyForward {
+  const void* logits;     // scalar (N, V)
+  const int64_t* target;  // (N,), each in [0, V) or ignore_index
+  void* grad;             // scalar (N, V) or null; may be logits itself
+  float* loss;            // (N,)
+  float* nll;             // (N,)
+  int64_t n_rows, n_cols;
+  int64_t ignore_index;
+  float epsilon;
+  float grad_scale;
+  DType dtype;
+};
+
+// grad[n] *= grad_loss[n] * factor, in place; rows where that product is 1 are left alone, unread.
+struct LabelSmoothedCrossEntropyBackward {
+  void* grad;              // scalar (N, V)
+  const float* grad_loss;  // (N,) with stride grad_loss_stride
+  int64_t grad_loss_stride;  // in elements; 0 when one value serves all rows
+  int64_t n_rows, n_cols;
+  float factor;
+  DType dtype;
+};
+
+// fairseq's Adam, element by element, in fp32:
+//   g = grad * grad_scale
+//   exp_avg    = beta1 exp_avg + (1 - beta1) g
+//   exp_avg_sq = beta2 exp_avg_sq + (1 - beta2) g g
+//   param      = param - weight_decay_step param          (weight_decay_step = lr * weight_decay)
+//   param      = param - step_size exp_avg / (sqrt(exp_avg_sq) + eps)
+// step_size = lr sqrt(1 - beta2^t) / (1 - beta1^t), computed in double by the caller.
+struct AdamStep {
+  void* param;              // scalar (n_elem,)
+  void* grad;               // grad_scalar (n_elem,); zeroed when zero_grad
+  float* exp_avg;           // (n_elem,)
+  float* exp_avg_sq;        // (n_elem,)
+  const float* grad_scale;  // one value on the device, or null for 1
+  int64_t n_elem;
+  float step_size, beta1, beta2, eps, weight_decay_step;
+  bool zero_grad;
+  DType dtype, grad_dtype;
+};
+
+// Rows summed into one partial of a column sum (bias, gamma and beta gradients). The split depends on the shape alone,
+// never on the number of threads or multiprocessors, so the same input gives the same bits anywhere.
+constexpr int64_t kRowsPerPartial = 32;
+constexpr int64_t kMaxPartials = 256;
+inline int64_t column_sum_rows_per_partial(int64_t n_rows) {
+  const int64_t rows = (n_rows + kMaxPartials - 1) / kMaxPartials;
+  return rows < kRowsPerPartial ? kRowsPerPartial : rows;
+}
+inline int64_t column_sum_n_partials(int64_t n_rows) {
+  const int64_t rows = column_sum_rows_per_partial(n_rows);
+  return (n_rows + rows - 1) / rows;
+}
+
+}  // namespace ls
