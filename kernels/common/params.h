@@ -28,7 +28,7 @@ struct BiasDropoutResidualForward {
 // The residual's gradient is grad_y itself.
 struct BiasDropoutResidualBackward {
   const void* grad_y;  // scalar (N, C)
-  void* grad_x;        // scalar (N, C); may be grad_y itself
+  void* grad_x;        // scalar (N, C), may be grad_y itself; or null: only grad_bias is wanted (p == 0, where grad_x is grad_y)
   void* grad_bias;     // scalar (C,) or null
   float* partials;     // workspace (n_partials, C) when grad_bias is wanted, else null
   int64_t n_partials;
@@ -70,7 +70,7 @@ struct LayerNormBackward {
 
 // With q = softmax(logits[n]), and p = 1 - epsilon at the target, epsilon / (V - 1) elsewhere (fairseq's convention):
 //   nll[n] = -log q[target], loss[n] = -sum_v p_v log q_v, grad[n] = (q - p) * grad_scale
-// A row whose target is ignore_index gives loss 0, nll 0 and a gradient of zeros. V == 1 uses epsilon / 1 nowhere: loss = (1 - epsilon) nll.
+// A row whose target is ignore_index gives loss 0, nll 0 and a gradient of zeros. For V == 1 the loss is (1 - epsilon) nll = 0.
 struct LabelSmoothedCrossEntropyForward {
   const void* logits;     // scalar (N, V)
   const int64_t* target;  // (N,), each in [0, V) or ignore_index

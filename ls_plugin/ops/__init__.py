@@ -1,0 +1,28 @@
+"""The fused ops. Each has its kernels under ``kernels/cpu`` and ``kernels/cuda``, its maths under ``ls_plugin/reference``
+and its tests under ``tests/ops``, all by the same stem.
+
+They take CPU and CUDA tensors in fp32, fp16 and bf16; anything else (fp64, a device without kernels, no compiled
+library) runs the reference. All work under autograd, ``torch.compile`` and fake tensors.
+"""
+
+from ls_plugin import _library
+from ls_plugin.ops import adam as _adam
+from ls_plugin.ops import bias_dropout_residual as _bias_dropout_residual
+from ls_plugin.ops import label_smoothed_cross_entropy as _label_smoothed_cross_entropy
+from ls_plugin.ops import layer_norm as _layer_norm
+from ls_plugin.ops.adam import adam_step
+from ls_plugin.ops.bias_dropout_residual import bias_dropout_residual
+from ls_plugin.ops.label_smoothed_cross_entropy import label_smoothed_cross_entropy
+from ls_plugin.ops.layer_norm import layer_norm
+
+__all__ = ["adam_step", "bias_dropout_residual", "label_smoothed_cross_entropy", "layer_norm"]
+
+
+def register(namespace: str) -> None:
+    """Registers fake kernels and autograd for the ops of one compiled library (``ls``, or a test build of it)."""
+    for module in (_adam, _bias_dropout_residual, _label_smoothed_cross_entropy, _layer_norm):
+        module.register(namespace)
+
+
+if _library.status().loaded:
+    register("ls")

@@ -1,0 +1,85 @@
+"""Fused bias, dropout and residual."""
+
+import torch
+from torch import Tensor
+
+from ls_plugin import _library, reference
+from ls_plugin.ops.rng import draw_seed, rank_offset
+
+
+def bias_dropout_residual(
+    x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float, training: bool = True
+) -> Tensor:
+    """y = residual + dropout(x + bias) in one pass; see :func:`ls_plugin.reference.bias_dropout_residual`.
+
+    Args:
+        x: (..., C), fp32, fp16 or bf16 (others run the reference).
+        bias: (C,) or None.  residual: x's shape or None.  Cast to x's dtype if they have another.
+        p: probability of dropping an element, in [0, 1]; taken as 0 unless ``training``.
+    Returns:
+        (..., C) in x's dtype; ``x`` itself when there is nothing to do.
+    Saves for backward: an 8-byte seed; the mask is drawn again from it.
+    Raises:
+        ValueError: p outside [0, 1].  RuntimeError: a shape, dtype or device does not fit.
+    """
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"bias_dropout_residual: p must lie in [0, 1], got {p}")
+    p = p if training else 0.0
+    if p == 0.0 and bias is None and residual is None:
+        return x
+    seed = draw_seed() if p > 0.0 else None
+    offset = rank_offset()
+    if not _library.has_kernel(x):
+        return reference.bias_dropout_residual(x, bias, residual, p, seed, offset)
+    bias = bias if bias is None else bias.to(x.dtype)
+    residual = residual if residual is None else residual.to(x.dtype).contiguous()
+    return _library.kernels().bias_dropout_residual_forward(x.contiguous(), bias, residual, p, seed, offset)
+
+
+def _forward_fake(x, bias, residual, p, seed, offset):
+    torch._check(
+        bias is None or bias.shape == x.shape[-1:],
+        lambda: f"bias_dropout_residual: bias must have shape (C,) = ({x.shape[-1]},), got {tuple(bias.shape)}",
+    )
+    torch._check(
+        residual is None or residual.shape == x.shape,
+        lambda: f"bias_dropout_residual: residual must have x's shape {tuple(x.shape)}, got {tuple(residual.shape)}",
+    )
+    return torch.empty_like(x)
+
+
+def _backward_fake(grad_y, p, seed, offset, needs_x_grad, needs_bias_grad):
+    return (
+        torch.empty_like(grad_y) if needs_x_grad else grad_y.new_empty((0,)),
+        grad_y.new_empty((grad_y.shape[-1] if needs_bias_grad else 0,)),
+    )
+
+
+def _setup_context(ctx, inputs, output):
+    _, _, _, ctx.p, seed, ctx.offset = inputs
+    ctx.save_for_backward(seed)
+
+
+def _backward(ctx, grad_y):
+    needs_x_grad, needs_bias_grad, needs_residual_grad, *_ = ctx.needs_input_grad
+    grad_x = grad_y if needs_x_grad else None
+    grad_bias = None
+    # Without dropout the gradient of x is grad_y as it stands, and only the bias needs a kernel.
+    drops = needs_x_grad and ctx.p > 0.0
+    if drops or needs_bias_grad:
+        (seed,) = ctx.saved_tensors
+        kernel_grad_x, kernel_grad_bias = _library.kernels().bias_dropout_residual_backward(
+            grad_y.contiguous(), ctx.p, seed, ctx.offset, drops, needs_bias_grad
+        )
+        grad_x = kernel_grad_x if drops else grad_x
+        grad_bias = kernel_grad_bias if needs_bias_grad else None
+    return grad_x, grad_bias, grad_y if needs_residual_grad else None, None, None, None
+
+
+def register(namespace: str) -> None:
+    """Fake kernels and autograd for one build of the library."""
+    torch.library.register_fake(f"{namespace}::bias_dropout_residual_forward", _forward_fake)
+    torch.library.register_fake(f"{namespace}::bias_dropout_residual_backward", _backward_fake)
+    torch.library.register_autograd(
+        f"{namespace}::bias_dropout_residual_forward", _backward, setup_context=_setup_context
+    )

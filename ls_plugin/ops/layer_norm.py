@@ -1,0 +1,71 @@
+"""Fused layer normalisation."""
+
+import torch
+from torch import Tensor
+
+from ls_plugin import _library, reference
+
+
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float = 1e-5) -> Tensor:
+    """Layer norm over the last dimension in one pass over memory; see :func:`ls_plugin.reference.layer_norm`.
+
+    Args:
+        x: (..., C), fp32, fp16 or bf16 (others run the reference).
+        weight, bias: (C,) or None; cast to x's dtype if they have another.
+    Returns:
+        (..., C) in x's dtype.  Statistics are fp32.
+    Saves for backward: x, weight, and 8 bytes a row (mean, 1 / deviation).
+    Raises:
+        RuntimeError: a shape, dtype or device does not fit.
+    """
+    if not _library.has_kernel(x):
+        return reference.layer_norm(x, weight, bias, eps)
+    weight = weight if weight is None else weight.to(x.dtype)
+    bias = bias if bias is None else bias.to(x.dtype)
+    return _library.kernels().layer_norm_forward(x.contiguous(), weight, bias, eps)[0]
+
+
+def _forward_fake(x, weight, bias, eps):
+    rows = x.shape[:-1].numel()
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        torch._check(
+            parameter is None or parameter.shape == x.shape[-1:],
+            lambda: f"layer_norm: {name} must have shape (C,) = ({x.shape[-1]},), got {tuple(parameter.shape)}",
+        )
+    statistics = x.new_empty((rows,), dtype=torch.float32)
+    return torch.empty_like(x), statistics, torch.empty_like(statistics)
+
+
+def _backward_fake(grad_y, x, weight, mean, rstd, needs_weight_grad, needs_bias_grad):
+    columns = x.shape[-1]
+    return (
+        torch.empty_like(x),
+        x.new_empty((columns if needs_weight_grad else 0,)),
+        x.new_empty((columns if needs_bias_grad else 0,)),
+    )
+
+
+def _setup_context(ctx, inputs, output):
+    x, weight, bias, _ = inputs
+    _, mean, rstd = output
+    ctx.mark_non_differentiable(mean, rstd)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(x, weight, mean, rstd)
+
+
+def _backward(ctx, grad_y, _grad_mean, _grad_rstd):
+    if grad_y is None:
+        return None, None, None, None
+    x, weight, mean, rstd = ctx.saved_tensors
+    _, needs_weight_grad, needs_bias_grad, _ = ctx.needs_input_grad
+    grad_x, grad_weight, grad_bias = _library.kernels().layer_norm_backward(
+        grad_y.contiguous(), x, weight, mean, rstd, needs_weight_grad, needs_bias_grad
+    )
+    return grad_x, grad_weight if needs_weight_grad else None, grad_bias if needs_bias_grad else None, None
+
+
+def register(namespace: str) -> None:
+    """Fake kernels and autograd for one build of the library."""
+    torch.library.register_fake(f"{namespace}::layer_norm_forward", _forward_fake)
+    torch.library.register_fake(f"{namespace}::layer_norm_backward", _backward_fake)
+    torch.library.register_autograd(f"{namespace}::layer_norm_forward", _backward, setup_context=_setup_context)

@@ -1,0 +1,20 @@
+"""Seeds of dropout."""
+
+import torch
+from torch import Tensor
+
+
+def draw_seed() -> Tensor:
+    """An int64 (1,) seed from torch's default CPU generator, for any device.
+
+    ``torch.manual_seed`` then reproduces a run, on a GPU as on a CPU and with the same masks; what saves and restores that generator
+    (fairseq's resume, activation checkpointing) carries the masks along; and a GPU is never waited for.
+    """
+    return torch.randint(torch.iinfo(torch.int64).max, (1,), dtype=torch.int64)
+
+
+def rank_offset() -> int:
+    """The distributed rank in the high half of a Philox offset: fairseq seeds all ranks alike, and masks must differ."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank() << 32
+    return 0

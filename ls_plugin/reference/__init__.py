@@ -1,0 +1,21 @@
+"""Every op in plain PyTorch: the oracle of the tests, the fallback where no kernel runs, and the maths in readable form.
+
+Each module has the stem of its op. The functions are ordinary differentiable PyTorch, work on any device and any
+floating dtype, and know nothing of the compiled kernels.
+"""
+
+from ls_plugin.reference.adam import adam_step
+from ls_plugin.reference.bias_dropout_residual import bias_dropout_residual
+from ls_plugin.reference.dropout import dropout_keep_mask, dropout_scale, dropout_threshold
+from ls_plugin.reference.label_smoothed_cross_entropy import label_smoothed_cross_entropy
+from ls_plugin.reference.layer_norm import layer_norm
+
+__all__ = [
+    "adam_step",
+    "bias_dropout_residual",
+    "dropout_keep_mask",
+    "dropout_scale",
+    "dropout_threshold",
+    "label_smoothed_cross_entropy",
+    "layer_norm",
+]
