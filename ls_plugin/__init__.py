@@ -1,0 +1,18 @@
+"""ls_plugin: a Fairseq plugin that makes Transformer training fast.
+
+Importing it, as ``fairseq-train --user-dir ls_plugin`` and the ``lightseq-*`` commands do, registers the ``ls_`` models,
+criterion and optimizer with fairseq.
+"""
+
+from ls_plugin import _library, _versions
+
+__version__ = "0.1.0"
+
+_versions.check()
+_library.warn_if_not_loaded()
+
+from ls_plugin import checkpoint, criterions, models, ops, optim  # noqa: E402  (fairseq's import needs the checks first)
+
+checkpoint.install()
+
+__all__ = ["checkpoint", "criterions", "models", "ops", "optim"]
