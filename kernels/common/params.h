@@ -100,7 +100,8 @@ struct LabelSmoothedCrossEntropyBackward {
 //   exp_avg_sq = beta2 exp_avg_sq + (1 - beta2) g g
 //   param      = param - weight_decay_step param          (weight_decay_step = lr * weight_decay)
 //   param      = param - step_size exp_avg / (sqrt(exp_avg_sq) + eps)
-// step_size = lr sqrt(1 - beta2^t) / (1 - beta1^t), computed in double by the caller.
+// step_size = lr sqrt(1 - beta2^t) / (1 - beta1^t), computed in double by the caller. The betas stay double so that 1 - beta
+// is rounded once, as torch rounds it: in fp32, 1 - 0.999f is off by 1.3e-5 of its value.
 struct AdamStep {
   void* param;              // scalar (n_elem,)
   void* grad;               // grad_scalar (n_elem,); zeroed when zero_grad
@@ -108,7 +109,8 @@ struct AdamStep {
   float* exp_avg_sq;        // (n_elem,)
   const float* grad_scale;  // one value on the device, or null for 1
   int64_t n_elem;
-  float step_size, beta1, beta2, eps, weight_decay_step;
+  double beta1, beta2;
+  float step_size, eps, weight_decay_step;
   bool zero_grad;
   DType dtype, grad_dtype;
 };
