@@ -1,0 +1,141 @@
+"""What the four fairseq commands share: loading the plugin, telling errors in one line, exit statuses.
+
+Exit status: 0 done, 1 failed, 2 the command line asks for something that does not exist or is not supported, 130 interrupted. A
+traceback is printed for what looks like a bug, and for everything with LS_DEBUG=1.
+"""
+
+import difflib
+import logging
+import os
+import re
+import sys
+import traceback
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+
+from fairseq import models
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
+
+from ls_plugin.errors import DataError, LightSeqError, UnsupportedError
+
+PLUGIN_DIR = Path(__file__).resolve().parents[1]
+EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+
+
+def run(command: str, cli_main: Callable[[], None]) -> None:
+    """Runs one of fairseq's ``cli_main`` functions on ``sys.argv``, and exits.
+
+    Args:
+        command: name of the console script, for messages.
+        cli_main: reads ``sys.argv``; its worker function should be wrapped by :func:`check_and_run`.
+    """
+    set_up_logging()
+    arguments = sys.argv[1:]
+    try:
+        # With another --user-dir both are imported: fairseq imports that one, and the worker function, which belongs to the plugin, brings
+        # the plugin along wherever it is unpickled.
+        if not _values(arguments, "--user-dir"):
+            _check_arch(arguments)
+            arguments = [*arguments, "--user-dir", str(PLUGIN_DIR)]
+        sys.argv = [command, *arguments]
+        cli_main()
+    except BaseException as error:  # SystemExit and KeyboardInterrupt included: each has its status
+        sys.exit(_tell(command, error))
+
+
+def set_up_logging() -> None:
+    """fairseq's log format on standard output; fairseq sets it only when nothing was logged before, and importing it logs."""
+    logging.basicConfig(
+        format="%(asctime)s | %(levelname)s | %(name)s | %(message)s",
+        datefmt="%Y-%m-%d %H:%M:%S",
+        level=os.environ.get("LOGLEVEL", "INFO").upper(),
+        stream=sys.stdout,
+        force=True,
+    )
+
+
+def check_data(cfg) -> None:
+    """Raises DataError if a data directory that the task names does not exist."""
+    # generate hands over argparse's flat namespace, the others a configuration tree
+    data = getattr(cfg if isinstance(cfg, Namespace) else cfg.task, "data", None)
+    for path in (data or "").split(os.pathsep):
+        if path and not os.path.isdir(path):
+            raise DataError(f"data: must be a directory written by fairseq-preprocess, got {path!r}, which {_what_is(path)}")
+
+
+def _what_is(path: str) -> str:
+    return "is a file" if os.path.exists(path) else "does not exist"
+
+
+def _values(arguments: list[str], *flags: str) -> list[str]:
+    """The values that a command line gives to an option, as ``--flag value`` or ``--flag=value``."""
+    values = []
+    for argument, following in zip(arguments, [*arguments[1:], ""]):
+        name, equals, attached = argument.partition("=")
+        if name in flags:
+            values.append(attached if equals else following)
+    return values
+
+
+def _check_arch(arguments: list[str]) -> None:
+    """Raises UnsupportedError for an unknown ``--arch``, with the nearest names; argparse would list all of some 200."""
+    for arch in _values(arguments, "--arch", "-a"):
+        if arch not in models.ARCH_MODEL_REGISTRY:
+            ours = models.ARCH_MODEL_INV_REGISTRY["ls_transformer"]
+            near = difflib.get_close_matches(arch, [*ours, *models.ARCH_MODEL_INV_REGISTRY["transformer"]], n=4, cutoff=0.5)
+            raise UnsupportedError(f"--arch {arch}: unknown; did you mean {', '.join(near or ours)}?")
+
+
+def _tell(command: str, error: BaseException) -> int:
+    """Prints what the user needs of an error, and returns the exit status."""
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else EXIT_FAILED if error.code else 0
+    if isinstance(error, ProcessExitedException):
+        return error.exit_code if error.exit_code and error.exit_code > 0 else EXIT_FAILED
+    if os.environ.get("LS_DEBUG") == "1":
+        traceback.print_exception(error)
+    if isinstance(error, KeyboardInterrupt):
+        print(f"{command}: interrupted; checkpoints that were written are whole", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    known = _known_cause(error)
+    if known is None:
+        if os.environ.get("LS_DEBUG") != "1":
+            traceback.print_exception(error)
+        return EXIT_FAILED
+    print(f"{command}: error: {known}", file=sys.stderr)
+    return EXIT_USAGE if isinstance(error, UnsupportedError) else EXIT_FAILED
+
+
+def _known_cause(error: BaseException) -> str | None:
+    """One line for errors of the user's input, None for what may be a bug."""
+    message = str(error)
+    if isinstance(error, FileNotFoundError):
+        missing = error.filename or message.removeprefix("Dataset not found: ")
+        return f"not found: {missing}; was it written by fairseq-preprocess, and are --source-lang, --target-lang and the subset right?"
+    if isinstance(error, ProcessRaisedException):
+        return None
+    if isinstance(error, (LightSeqError, OSError)) or (isinstance(error, AssertionError) and message):
+        return re.sub(r"\s*\n\s*", " ", message)
+    if "Could not infer language pair" in message:
+        return "data: cannot infer the languages, since no file is named like train.de-en.de.idx; was the directory written by fairseq-preprocess?"
+    if message.startswith("Cannot load model parameters from checkpoint"):
+        cause = error.__context__
+        return f"{message.split(';')[0]}: {_first_lines(cause)}; give the flags of the model that was saved"
+    return None
+
+
+def _first_lines(error: BaseException | None, n_lines: int = 3) -> str:
+    return " ".join(line.strip() for line in str(error).splitlines()[:n_lines])
+
+
+def check_and_run(command: str, main: Callable, cfg, kwargs: dict) -> None:
+    """What runs in every process, spawned ones included: one line for an error there too, and its status for the parent."""
+    set_up_logging()
+    try:
+        check_data(cfg)
+        main(cfg, **kwargs)
+    except Exception as error:
+        if _known_cause(error) is not None:
+            sys.exit(_tell(command, error))
+        raise

@@ -1,0 +1,5 @@
+"""The plugin's criterions, registered with fairseq on import."""
+
+from ls_plugin.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEntropyCriterion
+
+__all__ = ["LabelSmoothedCrossEntropyCriterion"]

@@ -1,0 +1,21 @@
+"""Errors that speak to the user: their message alone says what is wrong and what to do, so the commands print no traceback."""
+
+
+class LightSeqError(Exception):
+    """Base of the plugin's own errors. Messages read ``where: what, expected, received, remedy``."""
+
+
+class UnsupportedError(LightSeqError, ValueError):
+    """A flag or model that the plugin does not honour; refused by name, never ignored."""
+
+
+class DataError(LightSeqError):
+    """Missing data, or data that does not fit the model."""
+
+
+class TokenIdError(DataError, IndexError):
+    """A token id outside the dictionary."""
+
+
+class CheckpointError(LightSeqError, RuntimeError):
+    """A checkpoint that cannot be read, or could not be written."""

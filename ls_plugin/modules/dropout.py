@@ -1,0 +1,22 @@
+"""Dropout on the fused op, alone or with the bias before it and the residual after it."""
+
+from fairseq.modules import FairseqDropout
+from torch import Tensor
+
+from ls_plugin import ops
+
+
+class Dropout(FairseqDropout):
+    """fairseq's dropout, ``--retain-dropout`` included; no mask is kept in memory."""
+
+    @property
+    def active(self) -> bool:
+        return self.training or self.apply_during_inference
+
+    def forward(self, x: Tensor, inplace: bool = False) -> Tensor:
+        """dropout(x), (..., C); ``inplace`` is a hint of fairseq's that needs no answer."""
+        return ops.bias_dropout_residual(x, None, None, self.p, training=self.active)
+
+    def add_to(self, residual: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """residual + dropout(x + bias) in one pass; x and residual (..., C), bias (C,) or None."""
+        return ops.bias_dropout_residual(x, bias, residual, self.p, training=self.active)

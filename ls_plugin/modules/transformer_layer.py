@@ -1,0 +1,168 @@
+"""Transformer layers on the fused ops.
+
+Both subclass fairseq's layers: construction, parameter names, pruning and state-dict upgrades are inherited, attention is
+stock. Only the forward is written anew, so that the dropout and the residual after each sublayer, and the bias of the last product
+of the feed-forward network, are one op.
+
+Dimensions: T target or source length, S source length, B batch, C model width.
+"""
+
+import torch
+import torch.nn.functional as F
+from fairseq.modules.transformer_layer import TransformerDecoderLayerBase, TransformerEncoderLayerBase
+from torch import Tensor
+
+from ls_plugin.modules.swap import use_fused_modules
+
+_MASKED_SCORE_FP32, _MASKED_SCORE_HALF = -1e8, -1e4  # finite, so that a fully masked row stays free of NaN
+
+
+class TransformerEncoderLayer(TransformerEncoderLayerBase):
+    """Encoder layer: self-attention and feed-forward network, pre-norm or post-norm."""
+
+    def __init__(self, cfg, return_fc: bool = False):
+        super().__init__(cfg, return_fc)
+        # fairseq 0.12.2 sends inference through torch's nested-tensor fast path unless a layer says that it cannot.
+        self.can_use_fastpath = False
+        use_fused_modules(self, "TransformerEncoderLayerBase")
+
+    def forward(self, x: Tensor, encoder_padding_mask: Tensor | None, attn_mask: Tensor | None = None):
+        """x: (T, B, C).  encoder_padding_mask: (B, T), true at padding.  attn_mask: (T, T), nonzero where attention is barred.
+
+        Returns (T, B, C), or with ``return_fc`` also the feed-forward output before dropout and residual, (T, B, C).
+        """
+        if attn_mask is not None:
+            barred = _MASKED_SCORE_FP32 if x.dtype == torch.float32 else _MASKED_SCORE_HALF
+            attn_mask = attn_mask.masked_fill(attn_mask.to(torch.bool), barred)
+
+        residual = x
+        if self.normalize_before:
+            x = self.self_attn_layer_norm(x)
+        x, _ = self.self_attn(
+            query=x, key=x, value=x, key_padding_mask=encoder_padding_mask, need_weights=False, attn_mask=attn_mask
+        )
+        x = self.dropout_module.add_to(residual, x)
+        if not self.normalize_before:
+            x = self.self_attn_layer_norm(x)
+
+        residual = x
+        if self.normalize_before:
+            x = self.final_layer_norm(x)
+        x = _feed_forward_without_bias(self, x)
+        fc_result = x + self.fc2.bias if self.return_fc else None
+        x = self.dropout_module.add_to(residual, x, self.fc2.bias)
+        if not self.normalize_before:
+            x = self.final_layer_norm(x)
+        return (x, fc_result) if self.return_fc else x
+
+
+class TransformerDecoderLayer(TransformerDecoderLayerBase):
+    """Decoder layer: causal self-attention, attention over the encoder, feed-forward network; pre-norm or post-norm."""
+
+    def __init__(self, cfg, no_encoder_attn: bool = False, add_bias_kv: bool = False, add_zero_attn: bool = False):
+        super().__init__(cfg, no_encoder_attn, add_bias_kv, add_zero_attn)
+        use_fused_modules(self, "TransformerDecoderLayerBase")
+
+    def forward(
+        self,
+        x: Tensor,
+        encoder_out: Tensor | None = None,
+        encoder_padding_mask: Tensor | None = None,
+        incremental_state: dict | None = None,
+        prev_self_attn_state: list[Tensor] | None = None,
+        prev_attn_state: list[Tensor] | None = None,
+        self_attn_mask: Tensor | None = None,
+        self_attn_padding_mask: Tensor | None = None,
+        need_attn: bool = False,
+        need_head_weights: bool = False,
+    ):
+        """x: (T, B, C), T = 1 when decoding step by step with an ``incremental_state``.  encoder_out: (S, B, C).
+
+        Padding masks (B, S) and (B, T) are true at padding; ``self_attn_mask`` (T, T) is added to the scores. The ``prev_*_state``
+        lists (key, value[, padding mask]) overwrite what the incremental state holds.
+
+        Returns (T, B, C), the attention over the encoder or None ((B, T, S) averaged over heads, or (H, B, T, S) with
+        ``need_head_weights``), and None, the place of an ONNX-only state.
+        """
+        need_attn = need_attn or need_head_weights
+
+        residual = x
+        if self.normalize_before:
+            x = self.self_attn_layer_norm(x)
+        _restore_attention_state(self.self_attn, incremental_state, prev_self_attn_state)
+        key, key_padding_mask, self_attn_mask = self._self_attention_inputs(
+            x, encoder_out, encoder_padding_mask, incremental_state, self_attn_mask, self_attn_padding_mask
+        )
+        x, attn = self.self_attn(
+            query=x,
+            key=key,
+            value=key,
+            key_padding_mask=key_padding_mask,
+            incremental_state=incremental_state,
+            need_weights=False,
+            attn_mask=self_attn_mask,
+        )
+        x = self.dropout_module.add_to(residual, x)
+        if not self.normalize_before:
+            x = self.self_attn_layer_norm(x)
+
+        if self.encoder_attn is not None and encoder_out is not None:
+            residual = x
+            if self.normalize_before:
+                x = self.encoder_attn_layer_norm(x)
+            _restore_attention_state(self.encoder_attn, incremental_state, prev_attn_state)
+            x, attn = self.encoder_attn(
+                query=x,
+                key=encoder_out,
+                value=encoder_out,
+                key_padding_mask=encoder_padding_mask,
+                incremental_state=incremental_state,
+                static_kv=True,
+                need_weights=need_attn or (not self.training and self.need_attn),
+                need_head_weights=need_head_weights,
+            )
+            x = self.dropout_module.add_to(residual, x)
+            if not self.normalize_before:
+                x = self.encoder_attn_layer_norm(x)
+
+        residual = x
+        if self.normalize_before:
+            x = self.final_layer_norm(x)
+        x = self.dropout_module.add_to(residual, _feed_forward_without_bias(self, x), self.fc2.bias)
+        if not self.normalize_before:
+            x = self.final_layer_norm(x)
+        return x, attn, None
+
+    def _self_attention_inputs(self, x, encoder_out, encoder_padding_mask, incremental_state, attn_mask, padding_mask):
+        """Keys, their padding mask and the score mask of self-attention.
+
+        They are x and the masks as given, except with ``--cross-self-attention``, where the encoder's output stands before x; while
+        decoding only at the first step, after which it is in the cache.
+        """
+        cached = self.self_attn._get_input_buffer(incremental_state) if incremental_state is not None else {}
+        if not self.cross_self_attention or "prev_key" in cached:
+            return x, padding_mask, attn_mask
+        n_source, batch_size = encoder_out.size(0), encoder_out.size(1)
+        if attn_mask is not None:
+            attn_mask = torch.cat((x.new_zeros(x.size(0), n_source), attn_mask), dim=1)
+        if padding_mask is not None:
+            if encoder_padding_mask is None:
+                encoder_padding_mask = padding_mask.new_zeros(batch_size, n_source)
+            padding_mask = torch.cat((encoder_padding_mask, padding_mask), dim=1)
+        return torch.cat((encoder_out, x), dim=0), padding_mask, attn_mask
+
+
+def _feed_forward_without_bias(layer, x: Tensor) -> Tensor:
+    """W2 dropout(activation(W1 x + b1)): (T, B, C) -> (T, B, C); b2 is added by the op that follows."""
+    x = layer.activation_fn(layer.fc1(x))
+    return F.linear(layer.activation_dropout_module(x), layer.fc2.weight)
+
+
+def _restore_attention_state(attention, incremental_state, state: list[Tensor] | None) -> None:
+    """Puts keys and values (and a key padding mask) that the caller kept into the incremental state."""
+    if state is None:
+        return
+    if incremental_state is None:
+        raise ValueError("decoder layer: prev_self_attn_state and prev_attn_state need an incremental_state, got None")
+    names = ("prev_key", "prev_value", "prev_key_padding_mask")
+    attention._set_input_buffer(incremental_state, dict(zip(names, state)))

@@ -1,0 +1,242 @@
+"""``ls_adam``: fairseq's Adam over contiguous buffers; scaling, clipping and the update are one pass over memory."""
+
+import torch
+from fairseq.optim import FairseqOptimizer, register_optimizer
+from fairseq.optim import adam as stock
+from torch import Tensor
+
+from ls_plugin import ops
+from ls_plugin.errors import CheckpointError, UnsupportedError
+from ls_plugin.optim.engine import ContiguousBuffer, GradientScale
+
+class ContiguousAdam(torch.optim.Optimizer):
+    """Adam by fairseq's formula (eps beside the uncorrected sqrt(v), decoupled weight decay), one launch per buffer.
+
+    Parameters and gradients are fp32, fp16 or bf16, moments fp32. ``state[p]`` holds ``step``, ``exp_avg`` and ``exp_avg_sq`` (views of
+    the moment buffers) from the first update of ``p`` on, which is stock's format, so state dicts move both ways.
+
+    Args:
+        params, lr, betas, eps, weight_decay: as ``fairseq.optim.adam.Adam``.
+    """
+
+    supports_memory_efficient_fp16 = True
+    supports_flat_params = True
+    # fairseq's MemoryEfficientFP16Optimizer would put the loaded moments in the place of the views.
+    disable_mem_eff_fp16_loading_hack = True
+
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0):
+        # amsgrad is never set; the key is part of the format.
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=False))
+        self.grad_scale = GradientScale()
+        self._buffers = [self._build_buffers(group["params"]) for group in self.param_groups]
+        self._moments = {id(b): (_zeros_fp32(b), _zeros_fp32(b)) for b in self.buffers}
+
+    def add_param_group(self, param_group: dict) -> None:
+        if hasattr(self, "_buffers"):
+            raise UnsupportedError(
+                "--optimizer ls_adam: adding a parameter group later is unsupported, since the buffers are laid out once; "
+                "build the optimizer with all groups"
+            )
+        super().add_param_group(param_group)
+
+    @staticmethod
+    def _build_buffers(params: list[Tensor]) -> list[ContiguousBuffer]:
+        if any(hasattr(p, "expert") for p in params):
+            raise UnsupportedError(
+                "--optimizer ls_adam: expert parameters (--base-layers) are unsupported, since their norm is taken apart. "
+                "Use --optimizer adam"
+            )
+        by_kind: dict = {}
+        for p in params:
+            by_kind.setdefault((p.device, p.dtype), []).append(p)
+        return [ContiguousBuffer(same_kind) for same_kind in by_kind.values()]
+
+    @property
+    def buffers(self) -> list[ContiguousBuffer]:
+        return [buffer for buffers in self._buffers for buffer in buffers]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets the gradients, and a factor that was still pending. ``p.grad`` is None afterwards in any case."""
+        self.grad_scale.clear()
+        for buffer in self.buffers:
+            buffer.zero_grad()
+
+    def multiply_grads(self, c: float | Tensor) -> None:
+        """Multiplies the gradients by ``c``, when the update reads them."""
+        self._adopt_foreign_grads()
+        self.grad_scale.multiply(c)
+
+    def grad_norm(self) -> Tensor:
+        """fp32 scalar: L2 norm of the gradients, a pending factor included; 0 where there are none."""
+        self._adopt_foreign_grads()
+        norms = [norm for buffer in self.buffers for norm in buffer.grad_norms()]
+        device = self.buffers[0].grad.device
+        if not norms:
+            return torch.zeros((), device=device)
+        norm = torch.linalg.vector_norm(torch.cat([n.to(device) for n in norms]))
+        scale = self.grad_scale.tensor(device)
+        return norm if scale is None else norm * scale.abs()
+
+    def materialize_grads(self) -> None:
+        """Applies a pending factor to ``p.grad``, for code that reads or changes gradients between scaling and step."""
+        self._adopt_foreign_grads()
+        self.grad_scale.apply_to(self.buffers)
+
+    def _adopt_foreign_grads(self) -> None:
+        if any(buffer.has_foreign_grad() for buffer in self.buffers):
+            # Foreign gradients hold true values; a pending factor concerns only those that were in the buffers before.
+            self.grad_scale.apply_to(self.buffers)
+            for buffer in self.buffers:
+                buffer.adopt_foreign_grads()
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """Updates every parameter that has a gradient; the others, and their moments, keep their bits.
+
+        ``p.grad`` is left as it was, without the factor that was pending.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._adopt_foreign_grads()
+        for group, buffers in zip(self.param_groups, self._buffers):
+            for buffer in buffers:
+                buffer.check_views()
+                self._step_buffer(group, buffer)
+        self.grad_scale.clear()
+        return loss
+
+    def _step_buffer(self, group: dict, buffer: ContiguousBuffer) -> None:
+        exp_avg, exp_avg_sq = self._moments[id(buffer)]
+        beta1, beta2 = group["betas"]
+        scale = self.grad_scale.tensor(buffer.grad.device)
+        steps = [self.state[p]["step"] if p in self.state else 0 for p in buffer.params]
+        for run in buffer.runs(steps):
+            at = slice(run.start, run.stop)
+            step = steps[run.indices[0]] + 1
+            ops.adam_step(
+                buffer.param[at],
+                buffer.grad[at],
+                exp_avg[at],
+                exp_avg_sq[at],
+                lr=group["lr"],
+                beta1=beta1,
+                beta2=beta2,
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+                step=step,
+                grad_scale=scale,
+            )
+            for i in run.indices:
+                self._state_of(buffer, i)["step"] = step
+
+    def _state_of(self, buffer: ContiguousBuffer, index: int) -> dict:
+        """The state of one parameter, made on first use."""
+        state = self.state[buffer.params[index]]
+        if not state:
+            exp_avg, exp_avg_sq = self._moments[id(buffer)]
+            state.update(step=0, exp_avg=buffer.view(exp_avg, index), exp_avg_sq=buffer.view(exp_avg_sq, index))
+        return state
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Takes over options and moments, in fp32 whatever the parameters' dtype; the buffers and the views of them stay.
+
+        Raises:
+            CheckpointError: other parameters than these, or a state of amsgrad.
+        """
+        saved_groups = state_dict["param_groups"]
+        saved_sizes, sizes = [[len(g["params"]) for g in groups] for groups in (saved_groups, self.param_groups)]
+        if saved_sizes != sizes:
+            raise CheckpointError(
+                f"ls_adam: the saved state must have {sizes} parameters per group, got {saved_sizes}; was it saved by another model, "
+                "or by another precision (--fp16 stores one flat parameter)? Resume with --reset-optimizer"
+            )
+        if any(group.get("amsgrad") for group in saved_groups):
+            raise CheckpointError("ls_adam: the saved state must be without amsgrad, got amsgrad=True; resume with --reset-optimizer")
+        self.state.clear()
+        for exp_avg, exp_avg_sq in self._moments.values():
+            exp_avg.zero_()
+            exp_avg_sq.zero_()
+        for saved_group, group, buffers in zip(saved_groups, self.param_groups, self._buffers):
+            group.update({key: value for key, value in saved_group.items() if key in self.defaults})
+            saved_state = {
+                p: state_dict["state"][key] for key, p in zip(saved_group["params"], group["params"]) if key in state_dict["state"]
+            }
+            for buffer in buffers:
+                for i, p in enumerate(buffer.params):
+                    if p in saved_state:
+                        # apex's FusedAdam counts the steps of a group, not of a parameter.
+                        step = saved_state[p].get("step", saved_group.get("step", 0))
+                        _load_moments(self._state_of(buffer, i), saved_state[p], int(step))
+
+
+def _zeros_fp32(buffer: ContiguousBuffer) -> Tensor:
+    return torch.zeros_like(buffer.param, dtype=torch.float32)
+
+
+def _load_moments(state: dict, saved: dict, step: int) -> None:
+    state["step"] = step
+    for name in ("exp_avg", "exp_avg_sq"):
+        if saved[name].shape != state[name].shape:
+            raise CheckpointError(
+                f"ls_adam: the saved {name} must have the parameter's shape {tuple(state[name].shape)}, got {tuple(saved[name].shape)}; "
+                "resume with --reset-optimizer"
+            )
+        state[name].copy_(saved[name])
+
+
+# The class name is stock's on purpose: resuming compares it with the one that the checkpoint stores, and training may move between
+# the two optimizers in either direction.
+@register_optimizer("ls_adam", dataclass=stock.FairseqAdamConfig)
+class FairseqAdam(stock.FairseqAdam):
+    """``--optimizer ls_adam``, with stock's ``--adam-betas``, ``--adam-eps`` and ``--weight-decay``.
+
+    ``multiply_grads`` and ``clip_grad_norm`` leave ``p.grad`` as it is and hand their factor to ``step``, as fairseq's own fp16 wrappers
+    do; ``optimizer.materialize_grads()`` applies it for code that wants to look.
+
+    Raises:
+        UnsupportedError: ``--use-old-adam``, ``--fp16-adam-stats``, ``--tpu``.
+    """
+
+    def __init__(self, cfg, params):
+        FairseqOptimizer.__init__(self, cfg)
+        for name, why in (
+            ("use_old_adam", "there is only one Adam here"),
+            ("fp16_adam_stats", "moments are kept in fp32"),
+            ("tpu", "there are no TPU kernels"),
+        ):
+            if getattr(cfg, name, False):
+                raise UnsupportedError(
+                    f"--optimizer ls_adam: --{name.replace('_', '-')} is unsupported, since {why}. Drop it, or use --optimizer adam"
+                )
+        self._optimizer = ContiguousAdam(params, **self.optimizer_config)
+
+    def zero_grad(self):
+        self.optimizer.zero_grad()
+
+    def multiply_grads(self, c):
+        self.optimizer.multiply_grads(c)
+
+    def backward(self, loss):
+        # A gradient that accumulates must find the true value of what was there.
+        self.optimizer.materialize_grads()
+        super().backward(loss)
+
+    def clip_grad_norm(self, max_norm, aggregate_norm_fn=None) -> Tensor:
+        """Scales the gradients down to ``max_norm`` where it is positive and exceeded; returns their norm before that."""
+        norm = self.optimizer.grad_norm()
+        if aggregate_norm_fn is not None:
+            norm = aggregate_norm_fn(norm)
+        if max_norm > 0:
+            # 1e-6 as in fairseq.utils.clip_grad_norm_
+            self.optimizer.multiply_grads((float(max_norm) / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
+    def step(self, closure=None, scale=1.0, groups=None):
+        """One update with the gradients divided by ``scale``."""
+        if groups is not None:
+            raise UnsupportedError("--optimizer ls_adam: stepping some parameter groups only is unsupported. Use --optimizer adam")
+        if not (isinstance(scale, (int, float)) and scale == 1.0):
+            self.optimizer.multiply_grads(1.0 / scale)
+        self.optimizer.step(closure)

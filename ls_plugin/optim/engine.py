@@ -1,0 +1,182 @@
+"""The contiguous-buffer engine: parameters and gradients of a group in two buffers, so that an update is one launch.
+
+``p.data`` is a view of the parameter buffer, at an offset fixed for the life of the engine; freezing a parameter later changes
+nothing for the others. ``p.grad`` is a view of the gradient buffer, or None as long as the parameter has got no gradient: what
+is None, is untouched by the step, as in stock fairseq. ``zero_grad`` sets None and writes nothing; the first gradient after it is
+copied into place (a read and a write, where zeroing and accumulating took two of each), later ones accumulate there.
+"""
+
+import dataclasses
+import weakref
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+ALIGNMENT_BYTES = 64  # of every parameter: a cache line, and a multiple of any vector load
+_NORM_CHUNK = 16384  # elements summed by themselves: fp32 sums of squares over a whole model would lose digits
+
+# The hook of each parameter that an engine owns. Kept here, not on the parameter, so that modules can still be pickled.
+_hooks = WeakTensorKeyDictionary()
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Neighbouring parameters that one launch can update: elements [start, stop) of the buffers, ``indices`` into ``params``."""
+
+    start: int
+    stop: int
+    indices: range
+
+
+class ContiguousBuffer:
+    """Owns the memory of parameters that share a device and a dtype.
+
+    Args:
+        params: leaf tensors of any shapes.  Their ``data``, and ``grad`` where present, move into the buffers.
+    Attributes:
+        param, grad: (n,) in the parameters' dtype; gaps left by alignment stay zero.
+        offsets: first element of each parameter.
+    """
+
+    def __init__(self, params: list[Tensor]):
+        self.params = params
+        alignment = ALIGNMENT_BYTES // params[0].element_size()
+        self.offsets, n_elem = [], 0
+        for p in params:
+            self.offsets.append(n_elem)
+            n_elem += -(-p.numel() // alignment) * alignment
+        self.n_elem = n_elem
+        self.param = params[0].data.new_zeros(n_elem)
+        self.grad = torch.zeros_like(self.param)
+        self._grad_views = [self.view(self.grad, i) for i in range(len(params))]
+        for i, p in enumerate(params):
+            home = self.view(self.param, i)
+            home.copy_(p.data)
+            p.data = home
+        self.adopt_foreign_grads()
+        self._install_hooks()
+
+    def view(self, buffer: Tensor, index: int) -> Tensor:
+        """The part of an (n,) buffer that belongs to parameter ``index``, in that parameter's shape."""
+        p = self.params[index]
+        return buffer[self.offsets[index] : self.offsets[index] + p.numel()].view(p.shape)
+
+    def _install_hooks(self) -> None:
+        # A hook must not keep its engine alive: fairseq builds the optimizer again after it loads a checkpoint, and drops this one.
+        engine = weakref.ref(self)
+
+        def adopt(index: int) -> None:
+            owner = engine()
+            if owner is not None:
+                owner._adopt(index)
+
+        for i, p in enumerate(self.params):
+            if p in _hooks:
+                _hooks.pop(p).remove()
+            if p.requires_grad:
+                _hooks[p] = p.register_post_accumulate_grad_hook(lambda _, i=i: adopt(i))
+
+    def _adopt(self, index: int) -> None:
+        """Copies a gradient that autograd or somebody else allocated into the buffer, and makes ``p.grad`` the view again."""
+        p, home = self.params[index], self._grad_views[index]
+        if p.grad is home:
+            return
+        if p.grad.is_sparse:
+            raise RuntimeError(
+                f"ls_adam: gradients must be dense, got a sparse one of shape {tuple(p.grad.shape)}; build the embedding with sparse=False"
+            )
+        home.copy_(p.grad.detach())
+        p.grad = home
+
+    def adopt_foreign_grads(self) -> None:
+        """As :meth:`_adopt` for every parameter: distributed wrappers put tensors of their own into ``p.grad``."""
+        for i, p in enumerate(self.params):
+            if p.grad is not None:
+                self._adopt(i)
+
+    def has_foreign_grad(self) -> bool:
+        return any(p.grad is not None and p.grad is not home for p, home in zip(self.params, self._grad_views))
+
+    def zero_grad(self) -> None:
+        for p in self.params:
+            p.grad = None
+
+    def check_views(self) -> None:
+        """Raises RuntimeError if a parameter's memory was replaced, for then an update would miss the model."""
+        base, size = self.param.data_ptr(), self.param.element_size()
+        for p, offset in zip(self.params, self.offsets):
+            if p.numel() and p.data_ptr() != base + offset * size:
+                raise RuntimeError(
+                    f"ls_adam: a parameter of shape {tuple(p.shape)} must live in the optimizer's buffer, but its memory was replaced "
+                    "(model.to(), .half() or .data = after the optimizer was built?); build the optimizer after such changes"
+                )
+
+    def runs(self, keys: list | None = None) -> Iterator[Run]:
+        """Maximal runs of neighbours that have a gradient, and the same key where ``keys`` (one per parameter) are given."""
+        first = None
+        for i in range(len(self.params) + 1):
+            touched = i < len(self.params) and self.params[i].grad is not None
+            ends = first is not None and (not touched or (keys is not None and keys[i] != keys[first]))
+            if ends:
+                stop = self.offsets[i] if i < len(self.params) else self.n_elem
+                yield Run(self.offsets[first], stop, range(first, i))
+            if touched and (first is None or ends):
+                first = i
+            elif not touched:
+                first = None
+
+    def grad_norms(self) -> list[Tensor]:
+        """fp32 L2 norms of the pieces of the gradient that are set; the norm of them all is the norm of the gradient."""
+        norms = []
+        for run in self.runs():
+            grad = self.grad[run.start : run.stop]
+            whole = grad.numel() // _NORM_CHUNK * _NORM_CHUNK
+            if whole:
+                norms.append(torch.linalg.vector_norm(grad[:whole].view(-1, _NORM_CHUNK), dim=1, dtype=torch.float32))
+            if whole < grad.numel():
+                norms.append(torch.linalg.vector_norm(grad[whole:], dtype=torch.float32).view(1))
+        return norms
+
+
+class GradientScale:
+    """A factor on all gradients that is still to be applied: sample size, loss scale and clip coefficient in one number.
+
+    The true gradient is ``factor * p.grad``; the update multiplies inside its own pass. The factor stays on the device, so
+    that nothing waits for it.
+    """
+
+    def __init__(self):
+        self.clear()
+
+    def clear(self) -> None:
+        self.factor: float | Tensor = 1.0
+
+    @property
+    def is_one(self) -> bool:
+        """Known without asking the device."""
+        return not torch.is_tensor(self.factor) and self.factor == 1.0
+
+    def multiply(self, c: float | Tensor) -> None:
+        """c: a number, or a scalar tensor on any device."""
+        if torch.is_tensor(self.factor) and torch.is_tensor(c):
+            c = c.to(self.factor.device)
+        self.factor = self.factor * c
+
+    def tensor(self, device: torch.device) -> Tensor | None:
+        """fp32 scalar on ``device``, or None for 1."""
+        if self.is_one:
+            return None
+        if torch.is_tensor(self.factor):
+            return self.factor.detach().to(device=device, dtype=torch.float32).reshape(())
+        return torch.full((), self.factor, dtype=torch.float32, device=device)
+
+    def apply_to(self, buffers: list[ContiguousBuffer]) -> None:
+        """Multiplies the gradients that are set, and is 1 afterwards."""
+        if not self.is_one:
+            for buffer in buffers:
+                scale = self.tensor(buffer.grad.device)
+                for run in buffer.runs():
+                    buffer.grad[run.start : run.stop].mul_(scale)
+        self.clear()
