@@ -6,7 +6,7 @@ criterion and optimizer with fairseq.
 
 from ls_plugin import _library, _versions
 
-__version__ = "0.1.0"
+__version__ = _versions.VERSION
 
 _versions.check()
 _library.warn_if_not_loaded()

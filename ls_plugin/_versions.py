@@ -6,6 +6,7 @@ import sys
 
 from ls_plugin._library import MIN_TORCH
 
+VERSION = "0.1.0"
 MIN_PYTHON = (3, 10)
 FAIRSEQ_BY_PYTHON = {
     "3.10": "fairseq==0.12.2",

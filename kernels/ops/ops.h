@@ -1,0 +1,34 @@
+// The bindings, as schemas.cpp registers them; one file per op beside this one. Shapes and maths: common/params.h.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+#include <tuple>
+
+namespace ls {
+
+using torch::stable::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+Tensor bias_dropout_residual_forward(const Tensor& x, const OptionalTensor& bias, const OptionalTensor& residual, double p,
+                                     const OptionalTensor& seed, int64_t offset);
+std::tuple<Tensor, Tensor> bias_dropout_residual_backward(const Tensor& grad_y, double p, const OptionalTensor& seed,
+                                                          int64_t offset, bool needs_x_grad, bool needs_bias_grad);
+
+std::tuple<Tensor, Tensor, Tensor> layer_norm_forward(const Tensor& x, const OptionalTensor& weight,
+                                                      const OptionalTensor& bias, double eps);
+std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& grad_y, const Tensor& x, const OptionalTensor& weight,
+                                                       const Tensor& mean, const Tensor& rstd, bool needs_weight_grad,
+                                                       bool needs_bias_grad);
+
+std::tuple<Tensor, Tensor> label_smoothed_cross_entropy_forward(const Tensor& logits, const Tensor& target,
+                                                                const OptionalTensor& grad, double epsilon,
+                                                                int64_t ignore_index, double grad_scale);
+void label_smoothed_cross_entropy_backward(const Tensor& grad, const Tensor& grad_loss, double factor);
+
+void adam_step(const Tensor& param, const Tensor& grad, const Tensor& exp_avg, const Tensor& exp_avg_sq,
+               const OptionalTensor& grad_scale, double lr, double beta1, double beta2, double eps, double weight_decay,
+               int64_t step, bool zero_grad);
+
+}  // namespace ls

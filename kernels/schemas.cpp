@@ -1,0 +1,75 @@
+// The index of the library: every op's schema and the devices that have it. Fake kernels and autograd are in ls_plugin/ops.
+// `(a!)` marks what an op overwrites. Shapes and maths: common/params.h.
+#include <torch/csrc/stable/library.h>
+
+#include <exception>
+#include <string>
+
+#include "ops/binding.h"
+#include "ops/ops.h"
+
+#if defined(LS_SIMT)
+#define LS_NAMESPACE ls_simt  // the CUDA kernels on CPU tensors, for the tests
+#else
+#define LS_NAMESPACE ls
+#endif
+
+STABLE_TORCH_LIBRARY_FRAGMENT(LS_NAMESPACE, m) {
+  m.def("bias_dropout_residual_forward(Tensor x, Tensor? bias, Tensor? residual, float p, Tensor? seed, int offset) -> Tensor");
+  m.def("bias_dropout_residual_backward(Tensor grad_y, float p, Tensor? seed, int offset, bool needs_x_grad, bool needs_bias_grad)"
+        " -> (Tensor grad_x, Tensor grad_bias)");
+  m.def("layer_norm_forward(Tensor x, Tensor? weight, Tensor? bias, float eps) -> (Tensor y, Tensor mean, Tensor rstd)");
+  m.def("layer_norm_backward(Tensor grad_y, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, bool needs_weight_grad,"
+        " bool needs_bias_grad) -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)");
+  m.def("label_smoothed_cross_entropy_forward(Tensor logits, Tensor target, Tensor(a!)? grad, float epsilon, int ignore_index,"
+        " float grad_scale) -> (Tensor loss, Tensor nll)");
+  m.def("label_smoothed_cross_entropy_backward(Tensor(a!) grad, Tensor grad_loss, float factor) -> ()");
+  m.def("adam_step(Tensor(a!) param, Tensor(b!) grad, Tensor(c!) exp_avg, Tensor(d!) exp_avg_sq, Tensor? grad_scale, float lr,"
+        " float beta1, float beta2, float eps, float weight_decay, int step, bool zero_grad) -> ()");
+}
+
+namespace {
+
+void implement(torch::stable::detail::StableLibrary& m) {
+  m.impl("bias_dropout_residual_forward", TORCH_BOX(&ls::bias_dropout_residual_forward));
+  m.impl("bias_dropout_residual_backward", TORCH_BOX(&ls::bias_dropout_residual_backward));
+  m.impl("layer_norm_forward", TORCH_BOX(&ls::layer_norm_forward));
+  m.impl("layer_norm_backward", TORCH_BOX(&ls::layer_norm_backward));
+  m.impl("label_smoothed_cross_entropy_forward", TORCH_BOX(&ls::label_smoothed_cross_entropy_forward));
+  m.impl("label_smoothed_cross_entropy_backward", TORCH_BOX(&ls::label_smoothed_cross_entropy_backward));
+  m.impl("adam_step", TORCH_BOX(&ls::adam_step));
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(LS_NAMESPACE, CPU, m) { implement(m); }
+#if defined(LS_WITH_CUDA)
+STABLE_TORCH_LIBRARY_IMPL(LS_NAMESPACE, CUDA, m) { implement(m); }
+#endif
+
+#if !defined(LS_SIMT)
+// Read by ls_plugin/_library.py.
+extern "C" {
+
+// "avx512", "avx2" or "plain"; "error: ..." when LS_CPU_ISA asks for what cannot be had.
+__attribute__((visibility("default"))) const char* ls_cpu_isa() {
+  static std::string answer;
+  try {
+    answer = ls::cpu::isa_name();
+  } catch (const std::exception& error) {
+    answer = std::string("error: ") + error.what();
+  }
+  return answer.c_str();
+}
+
+// The CUDA architectures in the library, as LS_CUDA_ARCH names them; empty in a CPU build.
+__attribute__((visibility("default"))) const char* ls_cuda_archs() {
+#if defined(LS_WITH_CUDA)
+  return LS_CUDA_ARCHS;
+#else
+  return "";
+#endif
+}
+
+}
+#endif

@@ -1,0 +1,241 @@
+"""Builds the compiled library, ls_plugin/libls_kernels.so, with ninja; metadata is in pyproject.toml.
+
+The library is no Python extension: it is written against libtorch's stable C interface and loaded by torch, so one build
+serves every Python and every torch from 2.10 on. Only headers of torch are needed, and they are taken from the torch already
+installed for this Python, also under pip's build isolation, so `pip install .` downloads no second torch.
+
+Environment:
+  LS_BUILD=0|1      0: no compiled library, the reference ops run; 1: fail when it cannot be built.
+                    Unset: build it where a C++ compiler is, otherwise go on without and say so.
+  LS_CUDA=0|1       without or with the CUDA kernels; unset: with them where nvcc is. A visible GPU decides nothing.
+  LS_CUDA_ARCH      architectures, for example "80;90" (default: all from sm_75 on that nvcc knows, one per family,
+                    and PTX of the newest).
+  CXX, CUDA_HOME    compiler (default c++ or g++) and toolkit.  MAX_JOBS: parallel compilations.
+"""
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+try:
+    from setuptools.command.bdist_wheel import bdist_wheel
+except ImportError:  # setuptools before 70.1
+    from wheel.bdist_wheel import bdist_wheel
+
+ROOT = Path(__file__).resolve().parent
+KERNELS = ROOT / "kernels"
+LIBRARY = "libls_kernels.so"
+OPS = sorted(path.stem for path in (KERNELS / "ops").glob("*.cpp"))
+TORCH_TARGET_VERSION = "0x020a000000000000"  # 2.10: nothing newer is called, so the library loads there too
+
+# Flags of each CPU instruction set; kernels/cpu/dispatch.cpp checks for the same features at run time.
+ISA_FLAGS = {
+    "plain": [],
+    "avx2": ["-mavx2", "-mfma", "-mf16c"],
+    "avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-mf16c"],
+}
+CXX_FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-psabi", "-Wno-maybe-uninitialized"]
+NVCC_FLAGS = ["-std=c++17", "-O3", "-lineinfo", "--expt-relaxed-constexpr", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
+OLDEST_ARCH = 75
+
+
+def find_torch() -> Path | None:
+    """The directory of the torch installed for this Python. Under build isolation it cannot be imported, but it is there."""
+    directories = [Path(sysconfig.get_path("purelib")), Path(sysconfig.get_path("platlib"))]
+    directories += [Path(entry) for entry in sys.path if entry]
+    for directory in directories:
+        if (directory / "torch" / "include" / "torch" / "csrc" / "stable" / "library.h").exists():
+            return directory / "torch"
+    return None
+
+
+def find_cxx() -> str | None:
+    """The C++ compiler, as CXX names it or as the PATH has it."""
+    candidates = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
+    for candidate in candidates:
+        if shutil.which(candidate.split()[0]):
+            return candidate
+    return None
+
+
+def find_nvcc() -> str | None:
+    """nvcc in CUDA_HOME or on the PATH; None when LS_CUDA=0 or there is none."""
+    wish = os.environ.get("LS_CUDA", "")
+    if wish not in ("", "0", "1"):
+        sys.exit(f"setup.py: LS_CUDA must be 0, 1 or unset, got {wish!r}")
+    if wish == "0":
+        return None
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    nvcc = shutil.which("nvcc", path=str(Path(home, "bin"))) if home else None
+    nvcc = nvcc or shutil.which("nvcc")
+    if nvcc is None and wish == "1":
+        sys.exit("setup.py: LS_CUDA=1 but no nvcc was found; install the CUDA toolkit or set CUDA_HOME to it")
+    return nvcc
+
+
+def cuda_archs(nvcc: str) -> list[str]:
+    """Architectures to build, as numbers without the dot: LS_CUDA_ARCH, or one per family that nvcc knows.
+
+    A binary for sm_80 runs on sm_86 and sm_89 as well, so the lowest of each family serves it whole.
+    """
+    wish = os.environ.get("LS_CUDA_ARCH", "")
+    if wish:
+        archs = [arch.strip().replace(".", "").removeprefix("sm_") for arch in re.split(r"[;, ]+", wish.strip())]
+        if not all(re.fullmatch(r"\d{2,3}[af]?", arch) for arch in archs):
+            sys.exit(f'setup.py: LS_CUDA_ARCH must look like "80;90", got {wish!r}')
+        return archs
+    known = subprocess.run([nvcc, "--list-gpu-arch"], check=True, capture_output=True, text=True).stdout
+    numbers = sorted({int(number) for number in re.findall(r"compute_(\d+)\b", known)})
+    families: dict[int, int] = {}
+    for number in numbers:
+        if number >= OLDEST_ARCH:
+            families.setdefault(number // 10, number)
+    return [str(number) for number in families.values()]
+
+
+def build_is_wanted() -> bool:
+    """Whether to build the library. Missing tools are fatal only under LS_BUILD=1."""
+    wish = os.environ.get("LS_BUILD", "")
+    if wish not in ("", "0", "1"):
+        sys.exit(f"setup.py: LS_BUILD must be 0, 1 or unset, got {wish!r}")
+    if wish == "0":
+        return False
+    if find_cxx() is not None:
+        return True
+    message = "no C++ compiler was found (set CXX, or install one: apt-get install g++, dnf install gcc-c++)"
+    if wish == "1":
+        sys.exit(f"setup.py: LS_BUILD=1 but {message}")
+    print(
+        f"setup.py: {message}. Installing without the compiled kernels: the reference ops run instead, with the same "
+        "results, and training is no faster than stock fairseq.",
+        file=sys.stderr,
+    )
+    return False
+
+
+def ninja_escape(path: Path | str) -> str:
+    return str(path).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
+
+
+def shell_quote(flags: list[str]) -> str:
+    return " ".join(f'"{flag}"' if re.search(r"[\s;]", flag) else flag for flag in flags)
+
+
+class BuildKernels(build_ext):
+    """Writes build.ninja and runs it: incremental, parallel, with header dependencies."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return str(Path(*fullname.split(".")[:-1], LIBRARY))
+
+    def build_extension(self, ext: Extension) -> None:
+        torch = find_torch()
+        if torch is None:
+            sys.exit(
+                "setup.py: torch 2.10 or newer is not installed for this Python; install it first, for example "
+                "'pip install torch', then run this again (or LS_BUILD=0 for no compiled library)"
+            )
+        # Not self.build_temp: pip gives an editable build a fresh one each time, and nothing would be incremental.
+        build_dir = ROOT / "build" / f"kernels-{self.plat_name}"
+        build_dir.mkdir(parents=True, exist_ok=True)
+        (build_dir / "build.ninja").write_text(self.ninja_file(torch))
+        command = [self.ninja(), "-C", str(build_dir)]
+        if os.environ.get("MAX_JOBS"):
+            command += ["-j", os.environ["MAX_JOBS"]]
+        if subprocess.run(command, check=False).returncode != 0:
+            sys.exit("setup.py: the compiled library did not build; the compiler's message stands above (pip: add -v to see it)")
+        output = Path(self.get_ext_fullpath(ext.name))
+        output.parent.mkdir(parents=True, exist_ok=True)
+        # A new file under the old name: a process that has the old one mapped keeps it.
+        shutil.copy2(build_dir / LIBRARY, output.with_suffix(".tmp"))
+        output.with_suffix(".tmp").replace(output)
+
+    @staticmethod
+    def ninja() -> str:
+        """ninja of the build requirements, else of the PATH."""
+        try:
+            import ninja
+
+            return str(Path(ninja.BIN_DIR, "ninja"))
+        except ImportError:
+            found = shutil.which("ninja")
+            if found is None:
+                sys.exit("setup.py: ninja is needed to build: pip install ninja")
+            return found
+
+    def ninja_file(self, torch: Path) -> str:
+        cxx, nvcc = find_cxx(), find_nvcc()
+        include = ["-I", str(KERNELS), "-isystem", str(torch / "include")]
+        cxx_flags = [*CXX_FLAGS, *include, f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}"]
+        link_flags = ["-shared", "-Wl,--no-undefined", f"-L{torch / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10", "-ldl"]
+        lines = ["ninja_required_version = 1.5"]
+        builds: list[tuple[Path, str, list[str]]] = []  # source, rule, flags
+        isas = list(ISA_FLAGS) if platform.machine() in ("x86_64", "AMD64") else ["plain"]
+        # The linker keeps the first copy of an inline function that it meets. With "plain" first, a copy compiled for AVX-512
+        # is never the one that another instruction set calls.
+        for isa in isas:
+            for op in OPS:
+                builds.append((KERNELS / "cpu" / f"{op}.cpp", "cxx", [f"-DLS_ISA={isa}", *ISA_FLAGS[isa]]))
+        binding_flags = []
+        if nvcc is not None:
+            archs = cuda_archs(nvcc)
+            toolkit = Path(nvcc).resolve().parent.parent
+            binding_flags = ["-DLS_WITH_CUDA", f'-DLS_CUDA_ARCHS=\\"{";".join(archs)}\\"', "-isystem", str(toolkit / "include")]
+            gencode = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
+            gencode.append(f"-gencode=arch=compute_{archs[-1]},code=compute_{archs[-1]}")
+            lines += [
+                "rule nvcc",
+                f"  command = {ninja_escape(nvcc)} {shell_quote([*NVCC_FLAGS, *include, *gencode])} -MMD -MF $out.d -c $in -o $out",
+                "  depfile = $out.d",
+                "  deps = gcc",
+                "  description = nvcc $in",
+            ]
+            builds += [(KERNELS / "cuda" / f"{op}.cu", "nvcc", []) for op in OPS]
+            link_flags += [f"-L{toolkit / 'lib64'}", "-lcudart_static", "-lpthread", "-lrt"]
+        bindings = [KERNELS / "schemas.cpp", KERNELS / "cpu" / "dispatch.cpp", KERNELS / "cuda" / "current_stream.cpp"]
+        bindings += [KERNELS / "ops" / f"{op}.cpp" for op in OPS]
+        builds += [(source, "cxx", binding_flags) for source in bindings]
+        lines += [
+            "rule cxx",
+            f"  command = {cxx} {shell_quote(cxx_flags)} $flags -MMD -MF $out.d -c $in -o $out",
+            "  depfile = $out.d",
+            "  deps = gcc",
+            "  description = c++ $in $isa",
+            "rule link",
+            f"  command = {cxx} -o $out $in {shell_quote(link_flags)}",
+            "  description = link $out",
+        ]
+        objects = []
+        for source, rule, flags in builds:
+            isa = next((flag.partition("=")[2] for flag in flags if flag.startswith("-DLS_ISA=")), "")
+            name = "-".join(filter(None, [source.parent.name, source.stem, isa])) + ".o"
+            objects.append(name)
+            lines.append(f"build {name}: {rule} {ninja_escape(source)}")
+            if rule == "cxx":
+                lines += [f"  flags = {' '.join(flags)}", f"  isa = {isa}"]
+        lines.append(f"build {LIBRARY}: link {' '.join(objects)}")
+        return "\n".join(lines) + "\n"
+
+
+class PlatformWheel(bdist_wheel):
+    """A wheel for this platform and any Python 3: the library holds no Python."""
+
+    def get_tag(self):
+        python, abi, plat = super().get_tag()
+        return ("py3", "none", plat) if self.distribution.has_ext_modules() else (python, abi, plat)
+
+
+building = build_is_wanted()
+setup(
+    ext_modules=[Extension("ls_plugin.libls_kernels", sources=[])] if building else [],
+    cmdclass={"build_ext": BuildKernels, "bdist_wheel": PlatformWheel},
+    # Only where no torch is installed yet is one fetched for the build; it is then the one that pip installs anyway.
+    setup_requires=["torch>=2.10"] if building and find_torch() is None else [],
+)
