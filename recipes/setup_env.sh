@@ -160,6 +160,7 @@ install_fairseq() {
 
 # ---- one run at a time: the lock lies on this very file, so that no lock file is left about
 exec 9<"${BASH_SOURCE[0]}"
+cd "$ROOT"
 if command -v flock >/dev/null && ! flock -n 9; then
   say "another set-up is running here; waiting for it"
   flock 9
@@ -187,11 +188,11 @@ HEADERS=$("$PYTHON" -c 'import os, sysconfig; print(os.path.exists(os.path.join(
 # ---- the keys over all inputs
 sha() { sha256sum 2>/dev/null || shasum -a 256; }
 PACKAGES_KEY=$({ echo "$ROOT $VERSION $FLAVOUR ${COMPILER:+compiler}"
-                 cat "$CONSTRAINTS" "$ROOT/pyproject.toml" "${BASH_SOURCE[0]}"; } | sha)
+                 cat "$CONSTRAINTS" pyproject.toml recipes/setup_env.sh; } | sha)
 LIBRARY_KEY=$({ echo "${LS_CUDA:-} ${LS_CUDA_ARCH:-} ${LS_BUILD:-}"
                 if [ -n "$COMPILER" ]; then $COMPILER --version; fi
                 "${CUDA_HOME:+$CUDA_HOME/bin/}nvcc" --version 2>/dev/null || true
-                find "$ROOT/kernels" -type f | LC_ALL=C sort | tr '\n' '\0' | xargs -0 cat "$ROOT/setup.py"; } | sha)
+                find kernels -type f | LC_ALL=C sort | tr '\n' '\0' | xargs -0 cat setup.py; } | sha)
 
 packages_done() { [ ! -e "$UNFINISHED" ] && [ "$(cat "$VENV/.ls_packages" 2>/dev/null)" = "$PACKAGES_KEY" ]; }
 library_done() {
@@ -210,7 +211,9 @@ usable_venv() {
   [ ! -e "$UNFINISHED" ] && [ -x "$VENV_PYTHON" ] &&
     [ "$("$VENV_PYTHON" -c 'import pip, sys, platform; print(sys.prefix, platform.python_version())' 2>/dev/null)" = "$VENV $VERSION" ]
 }
+VENV_IS_NEW=0
 if ! usable_venv; then
+  VENV_IS_NEW=1
   [ "$PYTHON" != "$VENV_PYTHON" ] || PYTHON=$(choose_python)
   [ ! -e "$VENV" ] || say "starting .venv afresh: it is unfinished, was moved, or belongs to another Python"
   "$PYTHON" -c 'import venv, ensurepip' 2>/dev/null ||
@@ -223,22 +226,29 @@ if ! usable_venv; then
   say "making .venv with $("$PYTHON" --version)"
   "$PYTHON" -m venv --clear "$VENV" || die "making $VENV failed" "$(install_hint "python${VERSION%.*}-venv" python3-pip)"
 fi
-rm -f "$VENV/.ls_packages" "$VENV/.ls_library"
-: >"$LOG"
 
-# ---- packages, then the project with its library
-if ! "$VENV_PYTHON" -c "import importlib.metadata as m; assert m.version('pip') == '$PIP'" 2>/dev/null; then
-  pip_step "installing pip $PIP" "pip==$PIP"
+# ---- packages, and the project itself: editable, so that the scripts run the sources of this clone
+if [ "$VENV_IS_NEW" = 1 ] || ! packages_done; then
+  rm -f "$VENV/.ls_packages" "$VENV/.ls_library"
+  : >"$LOG"
+  if ! "$VENV_PYTHON" -c "import importlib.metadata as m; assert m.version('pip') == '$PIP'" 2>/dev/null; then
+    pip_step "installing pip $PIP" "pip==$PIP"
+  fi
+  pip_step "installing the build tools" setuptools wheel ninja cython numpy
+  install_torch
+  install_fairseq
+  LS_BUILD=0 pip_step "installing ls_plugin and what it needs" --no-build-isolation --editable "$ROOT[dev]"
+  echo "$PACKAGES_KEY" >"$VENV/.ls_packages"
 fi
-pip_step "installing the build tools" setuptools wheel ninja cython numpy
-install_torch
-install_fairseq
+
+# ---- the compiled library: by setup.py itself, since pip would build in a fresh folder and so compile everything each time
 if [ -z "$COMPILER" ]; then
-  say "warning: no C++ compiler, so the compiled kernels are left out: everything runs on plain PyTorch, at stock"
-  say "         fairseq's speed or a little below. To have them: $(install_hint g++ gcc-c++), then run this again"
+  say "warning: no C++ compiler, so the compiled kernels are left out: everything runs on plain PyTorch, no faster than"
+  say "         stock fairseq. To have them: $(install_hint g++ gcc-c++), then run this again"
 fi
-# Editable: the scripts run the sources of this clone. setup.py builds the library, or warns where it cannot.
-pip_step "installing ls_plugin and building its kernels" --no-build-isolation --editable "$ROOT[dev]"
+rm -f "$VENV/.ls_library"
+step "building the kernels${COMPILER:+ with $COMPILER}" "$VENV_PYTHON" setup.py build_ext --inplace ||
+  die "building the kernels failed; the whole log is $LOG" "LS_BUILD=0 bash recipes/setup_env.sh goes on without them"
 
 say "checking"
 STATUS=$(cd / && "$VENV_PYTHON" -W ignore - <<'PYTHON'
@@ -262,5 +272,4 @@ PYTHON
 ) || die "the installed packages do not load" "read the error above; .venv/bin/lightseq-doctor says more; rm -r .venv starts over"
 head -n 1 <<<"$STATUS" >"$VENV/.ls_library_path"
 echo "$LIBRARY_KEY" >"$VENV/.ls_library"
-echo "$PACKAGES_KEY" >"$VENV/.ls_packages"
 say "ready: Python $VERSION, $(tail -n 1 <<<"$STATUS")"

@@ -1,0 +1,179 @@
+"""fairseq-train or lightseq-train, with a stop-watch: the same one for both.
+
+    python timed_train.py RECORD {stock,ls} [--deadline T] -- ARGUMENTS OF fairseq-train
+
+Runs the real command in this process and appends one JSON line to RECORD for its start, each update, each validation and
+its end (``report.py`` reads them). At the deadline (Unix time) or on SIGTERM the run ends after the update in hand, with a
+checkpoint, as at --max-update.
+
+What the phases hold, by fairseq's Trainer: forward = the criterion with the model, backward = optimizer.backward, clip =
+clip_grad_norm, update = zero_grad + multiply_grads + optimizer step, rest = everything else until the next update ends (data,
+seeding, logging). An optimizer that defers work pays for it in the phase that does it. On a GPU each phase ends with a
+synchronisation, for both alike, so the phases add up to the step.
+"""
+
+import argparse
+import json
+import math
+import resource
+import signal
+import sys
+import time
+from collections import defaultdict
+
+STARTED = time.perf_counter()
+
+
+class Stopwatch:
+    """Times the phases of each update by wrapping methods of fairseq's Trainer, task and optimizer."""
+
+    def __init__(self, record_path: str, kind: str, deadline: float | None):
+        self.record = open(record_path, "a", encoding="utf-8")  # noqa: SIM115 (open as long as the process lives)
+        self.kind = kind
+        self.deadline = deadline or math.inf
+        self.stopping = False
+        self.phase_s: dict[str, float] = defaultdict(float)
+        self.logged: list[dict] = []  # the criterion's logging outputs of the update in hand
+        self.gpu_peak_bytes = 0
+        self.first_s: float | None = None  # when the first update began
+        self.last_s = 0.0  # when the last update ended
+
+    def write(self, **entry) -> None:
+        self.record.write(json.dumps(entry) + "\n")
+        self.record.flush()
+
+    def now(self) -> float:
+        import torch
+
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def timed(self, phase: str, function):
+        """The function, its time added to the phase."""
+
+        def wrapper(*args, **kwargs):
+            start = self.now()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.phase_s[phase] += self.now() - start
+
+        return wrapper
+
+    def install(self) -> None:
+        """Wraps the classes; the optimizer is wrapped when the trainer has built it (again after a checkpoint is loaded)."""
+        import fairseq_cli.train
+        from fairseq.tasks.fairseq_task import FairseqTask
+        from fairseq.trainer import Trainer
+
+        build_optimizer, train_step = Trainer._build_optimizer, Trainer.train_step
+        task_step, validate = FairseqTask.train_step, fairseq_cli.train.validate
+
+        def build_and_wrap(trainer):
+            build_optimizer(trainer)
+            optimizer = trainer._optimizer
+            optimizer.backward = self.timed("backward", optimizer.backward)
+            for name in ("zero_grad", "multiply_grads"):
+                setattr(optimizer, name, self.timed("update", getattr(optimizer, name)))
+
+        def task_step_logged(task, *args, **kwargs):
+            result = task_step(task, *args, **kwargs)
+            self.logged.append(result[2])
+            return result
+
+        def optimizer_step(task, optimizer, model, update_num):
+            import torch
+
+            optimizer.step()
+            if torch.cuda.is_initialized():  # fairseq resets the peak right after
+                self.gpu_peak_bytes = max(self.gpu_peak_bytes, torch.cuda.max_memory_allocated())
+
+        def validate_logged(cfg, trainer, *args, **kwargs):
+            losses = validate(cfg, trainer, *args, **kwargs)
+            self.write(update=trainer.get_num_updates(), valid_loss=losses[0])
+            return losses
+
+        def train_step_recorded(trainer, samples, *args, **kwargs):
+            start = self.now()
+            if self.first_s is None:
+                self.first_s = self.last_s = start
+                self.write_start()
+            self.phase_s.clear()
+            self.logged.clear()
+            result = train_step(trainer, samples, *args, **kwargs)
+            self.write_update(trainer.get_num_updates())
+            if self.stopping or time.time() > self.deadline:
+                # The Trainer's own way to end early, with its checkpoint.
+                trainer.cfg.optimization.stop_time_hours = sys.float_info.min
+                trainer.cfg.dataset.disable_validation |= self.stopping
+            return result
+
+        Trainer._build_optimizer = build_and_wrap
+        Trainer.train_step = train_step_recorded
+        Trainer.clip_grad_norm = self.timed("clip", Trainer.clip_grad_norm)
+        FairseqTask.train_step = self.timed("forward", task_step_logged)
+        FairseqTask.optimizer_step = self.timed("update", optimizer_step)
+        fairseq_cli.train.validate = validate_logged
+
+    def write_start(self) -> None:
+        import torch
+
+        self.write(
+            start=self.kind,
+            startup_s=round(time.perf_counter() - STARTED, 3),
+            threads=torch.get_num_threads(),
+            device=torch.cuda.get_device_name() if torch.cuda.is_initialized() else "CPU",
+        )
+
+    def write_update(self, update: int) -> None:
+        """The line of one finished update. Losses are in bits per target token, as fairseq logs them."""
+        sample_size, tokens, loss, nll = (
+            float(sum(float(output[key]) for output in self.logged))
+            for key in ("sample_size", "ntokens", "loss", "nll_loss")
+        )
+        now = self.now()
+        step_s = now - self.last_s
+        self.last_s = now
+        self.phase_s["forward"] -= self.phase_s["backward"]  # the task's step holds both
+        named_s = sum(self.phase_s.values())
+        phases_s = {name: self.phase_s[name] for name in ("forward", "backward", "clip", "update")}
+        phases_s["rest"] = step_s - named_s
+        self.write(
+            update=update,
+            time_s=round(now - self.first_s, 4),
+            step_ms=round(step_s * 1e3, 3),
+            phase_ms={name: round(seconds * 1e3, 3) for name, seconds in phases_s.items()},
+            tokens=int(tokens),
+            loss=loss / sample_size / math.log(2),
+            nll_loss=nll / tokens / math.log(2),
+            peak_rss_mib=round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1),  # Linux counts in KiB
+            peak_gpu_mib=round(self.gpu_peak_bytes / 2**20, 1),
+        )
+
+    def stop(self, *_signal) -> None:
+        self.stopping = True
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("record")
+    parser.add_argument("kind", choices=("stock", "ls"))
+    parser.add_argument("--deadline", type=float)
+    split = sys.argv.index("--")
+    args = parser.parse_args(sys.argv[1:split])
+
+    stopwatch = Stopwatch(args.record, args.kind, args.deadline)
+    signal.signal(signal.SIGTERM, stopwatch.stop)
+    sys.argv = ["lightseq-train" if args.kind == "ls" else "fairseq-train", *sys.argv[split + 1 :]]
+    if args.kind == "ls":
+        from ls_plugin.cli.train import main as train
+    else:
+        from fairseq_cli.train import cli_main as train
+    stopwatch.install()
+    train()
+    stopwatch.write(end=args.kind, interrupted=stopwatch.stopping)
+
+
+if __name__ == "__main__":
+    main()
