@@ -1,0 +1,334 @@
+"""Checkpoints that load on today's torch, are never half written, and that stock fairseq can read.
+
+:func:`install` rebinds a handful of names in ``fairseq.checkpoint_utils``; nothing installed is edited.
+
+- Loading: torch >= 2.6 admits only tensors and known classes. The classes that fairseq stores are made known, one by one; the protection
+  stays on, and a checkpoint that cannot be read is an error that says why, never a silent start from scratch.
+- Saving: a file is written beside its final name, flushed to disk and renamed, so an interrupt, a crash or a full disk leaves the
+  checkpoint that was there. fairseq's copies (``checkpoint_best.pt``, ``checkpoint_last.pt``) too.
+- Names: the checkpoint stores the stock names of architecture, criterion and optimizer, so ``fairseq-generate`` reads it without the
+  plugin, and beside them the ``ls_`` names, which come back when the plugin loads it.
+"""
+
+import argparse
+import codecs
+import collections
+import contextlib
+import errno
+import functools
+import logging
+import os
+import pickle
+import shutil
+import typing
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import omegaconf
+import torch
+from fairseq import checkpoint_utils
+from fairseq.file_io import PathManager
+from fairseq.logging import meters
+from omegaconf import OmegaConf, open_dict
+
+from ls_plugin.errors import CheckpointError
+from ls_plugin.models.transformer import PREFIX, stock_name
+
+logger = logging.getLogger(__name__)
+
+_NAMES_KEY = "ls_plugin"  # where a checkpoint keeps the ls_ names
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def install() -> None:
+    """Makes fairseq load and save checkpoints through this module.  Calling it again changes nothing."""
+    torch.serialization.add_safe_globals(_safe_globals())
+    if checkpoint_utils.PathManager is AtomicPathManager:
+        return
+    for name, wrapper in (
+        ("load_checkpoint", _load_checkpoint),
+        ("load_checkpoint_to_cpu", _load_checkpoint_to_cpu),
+        ("load_ema_from_checkpoint", _load_ema_from_checkpoint),
+        ("torch_persistent_save", _torch_persistent_save),
+    ):
+        stock = getattr(checkpoint_utils, name)
+        setattr(checkpoint_utils, name, functools.wraps(stock)(functools.partial(wrapper, stock)))
+    checkpoint_utils.PathManager = AtomicPathManager
+
+
+# --- loading
+
+
+def _safe_globals() -> list:
+    """The classes that checkpoints of fairseq hold besides tensors, found by listing what its runs wrote.
+
+    Configurations: Namespace, and omegaconf's containers in files of fairseq 0.10. Metrics and scores: numpy arrays and scalars (evaluation
+    with BLEU logs them), and the meters in files before fairseq 0.9.
+    """
+    numpy_functions = [np._core.multiarray._reconstruct, np._core.multiarray.scalar]
+    # numpy 1 pickled the same functions under another module name.
+    numpy_1_names = [(f, f"numpy.core.multiarray.{f.__name__}") for f in numpy_functions]
+    numpy_dtypes = [getattr(np.dtypes, name) for name in np.dtypes.__all__]
+    configuration = [argparse.Namespace, omegaconf.DictConfig, omegaconf.ListConfig]
+    configuration += [omegaconf.base.ContainerMetadata, omegaconf.base.Metadata]
+    configuration += [getattr(omegaconf, f"{kind}Node") for kind in ("Any", "Boolean", "Enum", "Float", "Integer", "String")]
+    configuration += [bool, dict, float, int, list, str, collections.defaultdict, typing.Any]  # omegaconf notes the types of values
+    meter_classes = [meters.AverageMeter, meters.StopwatchMeter, meters.TimeMeter]
+    meter_classes += [(meter, f"fairseq.meters.{meter.__name__}") for meter in meter_classes]
+    return [*configuration, np.ndarray, np.dtype, *numpy_functions, *numpy_1_names, *numpy_dtypes, codecs.encode, *meter_classes]
+
+
+def _load_checkpoint(stock, cfg, trainer, **kwargs):
+    """Resuming: refuses what fairseq would pass over with "No existing checkpoint found", and starts from scratch only without a file."""
+    suffix = trainer.checkpoint_suffix or ""
+    resumes_by_default = cfg.restore_file == "checkpoint_last.pt"
+    if resumes_by_default:
+        path = os.path.join(cfg.save_dir, f"checkpoint_last{suffix}.pt")
+        if trainer.data_parallel_rank == 0:
+            _remove_unfinished(cfg.save_dir)
+    else:
+        path = cfg.restore_file.replace(".pt", f"{suffix}.pt")
+    if os.path.lexists(path) or not (resumes_by_default or PathManager.path_requires_pathmanager(path)):
+        _check_readable(path, "to start from scratch, " + ("move it away" if resumes_by_default else "drop --restore-file"))
+    return stock(cfg, trainer, **kwargs)
+
+
+def _load_checkpoint_to_cpu(stock, path, arg_overrides=None, load_on_all_ranks=False):
+    with _explained(path):
+        state = stock(path, arg_overrides, load_on_all_ranks)
+    return _with_ls_names(state)
+
+
+def _load_ema_from_checkpoint(stock, fpath):
+    with _explained(fpath):
+        return stock(fpath)
+
+
+def _check_readable(path: str, otherwise: str = "") -> None:
+    """Raises CheckpointError unless ``path`` is a file with something in it that this process may read."""
+    otherwise = f"; {otherwise}" if otherwise else ""
+    if not os.path.exists(path):
+        dangling = " (a dangling link)" if os.path.islink(path) else ""
+        raise CheckpointError(f"checkpoint {path}: must be a file, but does not exist{dangling}{otherwise}")
+    if not os.path.isfile(path):
+        raise CheckpointError(f"checkpoint {path}: must be a file, got a {'directory' if os.path.isdir(path) else 'special file'}{otherwise}")
+    if not os.access(path, os.R_OK):
+        raise CheckpointError(f"checkpoint {path}: permission to read is missing{otherwise}")
+    if os.path.getsize(path) == 0:
+        raise CheckpointError(f"checkpoint {path}: must hold a saved state, got an empty file (0 bytes); take an earlier checkpoint{otherwise}")
+
+
+@contextlib.contextmanager
+def _explained(path):
+    """Turns what loading may raise into a CheckpointError that names the file, the cause and the remedy."""
+    if not PathManager.path_requires_pathmanager(path):
+        _check_readable(path)
+        _check_sums(path)
+    try:
+        yield
+    except (pickle.UnpicklingError, EOFError, RuntimeError, KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
+        foreign = _foreign_classes(path)
+        if foreign:
+            raise CheckpointError(
+                f"checkpoint {path}: must hold tensors and the classes that fairseq stores, got {', '.join(foreign)}; loading it could run "
+                "foreign code, so it is refused. If you trust where it comes from, save it again without that class, or allow the class with "
+                "torch.serialization.add_safe_globals in a --user-dir module"
+            ) from error
+        raise CheckpointError(_damaged(path, _cause(error))) from error
+
+
+def _damaged(path: str, cause: str) -> str:
+    size = os.path.getsize(path) if os.path.exists(path) else 0
+    return (
+        f"checkpoint {path}: must be a whole fairseq checkpoint, got {size:,} bytes that do not load ({cause}); was it cut off by a full "
+        "disk or an interrupted copy, or saved by another program? Take an earlier checkpoint"
+    )
+
+
+def _cause(error: Exception) -> str:
+    """What an exception of torch's loader means, without its advice to switch the protection off."""
+    if isinstance(error, KeyError):
+        return f"it has no entry {error}"
+    if isinstance(error, (pickle.UnpicklingError, EOFError, UnicodeDecodeError)):
+        return "its contents are no pickle of tensors"
+    return str(error).split(". ")[0].splitlines()[0] or type(error).__name__
+
+
+def _check_sums(path: str) -> None:
+    """Raises CheckpointError if a record differs from its checksum, which torch stores and does not compare.
+
+    About a second per GiB.  The first record is left to torch: if that differs, either loading fails, or checksums were off when saving.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            first, damaged = archive.namelist()[:1], archive.testzip()
+    except zipfile.BadZipFile:
+        return  # truncated, or in the format before torch 1.6; loading tells
+    if damaged and damaged not in first:
+        raise CheckpointError(_damaged(path, f"record {damaged} differs from its checksum"))
+
+
+def _foreign_classes(path) -> list[str]:
+    """Names of what a checkpoint would import beyond the allow-list; empty if there is nothing, or the file cannot be read that far."""
+    try:
+        return torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    except Exception:  # a damaged file may fail in any way; the caller reports it as damaged
+        return []
+
+
+def _remove_unfinished(save_dir: str) -> None:
+    """Removes what a save that was killed left behind."""
+    for leftover in Path(save_dir).glob("*.pt.tmp"):
+        logger.info("removing %s, left by a save that did not finish", leftover)
+        leftover.unlink(missing_ok=True)
+
+
+# --- saving
+
+
+class AtomicPathManager(PathManager):
+    """fairseq's file access, whose copies appear whole or not at all."""
+
+    @staticmethod
+    def copy(src_path: str, dst_path: str, overwrite: bool = False) -> bool:
+        if PathManager.path_requires_pathmanager(src_path) or PathManager.path_requires_pathmanager(dst_path):
+            return PathManager.copy(src_path, dst_path, overwrite)
+        n_bytes = os.path.getsize(src_path)
+        with open(src_path, "rb") as source, _atomic_write(dst_path, lambda: n_bytes) as target:
+            shutil.copyfileobj(source, target, 1 << 24)
+        return True
+
+
+def _torch_persistent_save(stock, obj, filename, async_write: bool = False):
+    """Writes a checkpoint atomically.  Raises CheckpointError when it cannot be written, with the needed and the free space."""
+    obj = _owning_their_memory(_with_stock_names(obj))
+    if async_write or PathManager.path_requires_pathmanager(filename):
+        return stock(obj, filename, async_write)
+    with _atomic_write(filename, lambda: _n_bytes(obj)) as f:
+        torch.save(obj, f)
+
+
+@contextlib.contextmanager
+def _atomic_write(path: str, needed_bytes):
+    """A binary file that takes the name ``path`` when the block ends well, and vanishes when it does not, whatever the reason.
+
+    Args:
+        needed_bytes: called for the message if there is no room.
+    """
+    temporary = f"{path}.tmp"
+    try:
+        with open(temporary, "wb") as f:
+            yield f
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+        _sync_directory(path)
+    except BaseException as error:  # an interrupt too
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        failure = _os_error_behind(error)
+        if failure is None:
+            raise
+        reason = failure.strerror or str(failure)
+        if failure.errno in _DISK_FULL:
+            free = shutil.disk_usage(os.path.dirname(os.path.abspath(path))).free
+            reason += f", needed {needed_bytes() / 2**20:,.1f} MiB, {free / 2**20:,.1f} MiB are free"
+        raise CheckpointError(
+            f"checkpoint {path}: cannot be written: {reason}. Earlier checkpoints are intact; make room or choose another --save-dir, and "
+            "start the same command again to resume"
+        ) from error
+
+
+def _os_error_behind(error: BaseException | None) -> OSError | None:
+    """The operating system's error that ``error`` is or came from; torch's writer puts one of its own on top."""
+    while error is not None and isinstance(error, Exception):
+        if isinstance(error, OSError):
+            return error
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _sync_directory(path: str) -> None:
+    """Makes a rename last through a power cut."""
+    directory = os.open(os.path.dirname(os.path.abspath(path)), os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def _map_tensors(f, obj):
+    """``obj`` with ``f`` applied to the tensors in its dicts, lists and tuples."""
+    if torch.is_tensor(obj):
+        return f(obj)
+    if isinstance(obj, dict):
+        return type(obj)((key, _map_tensors(f, value)) for key, value in obj.items())
+    if type(obj) in (list, tuple):
+        return type(obj)(_map_tensors(f, value) for value in obj)
+    return obj
+
+
+def _owning_their_memory(obj):
+    """Copies tensors that are part of a larger storage: a parameter is a view of the optimizer's buffer, which would be saved with it.
+
+    Tensors that are the same memory (tied embeddings) stay so, and are stored once.
+    """
+    copies: dict = {}
+
+    def own(x):
+        if x.layout != torch.strided or x.untyped_storage().nbytes() == x.numel() * x.element_size():
+            return x
+        place = (x.data_ptr(), x.dtype, x.shape, x.stride())
+        if place not in copies:
+            copies[place] = x.clone()
+        return copies[place]
+
+    return _map_tensors(own, obj)
+
+
+def _n_bytes(obj) -> int:
+    """Bytes of the distinct tensors in ``obj``."""
+    sizes: dict = {}
+    _map_tensors(lambda x: sizes.update({x.data_ptr(): x.numel() * x.element_size()}), obj)
+    return sum(sizes.values())
+
+
+# --- names
+
+
+def _with_stock_names(state):
+    """A state to save, with the stock names in its configuration and the ``ls_`` names beside it."""
+    cfg = state.get("cfg") if isinstance(state, dict) else None
+    if not isinstance(cfg, dict):
+        return state
+    names = {}
+    for part in ("model", "criterion", "optimizer"):
+        fields = vars(cfg[part]) if isinstance(cfg.get(part), argparse.Namespace) else cfg.get(part) or {}
+        if str(fields.get("_name")).startswith(PREFIX):
+            names[part] = fields["_name"]
+            cfg = {**cfg, part: _renamed(cfg[part], stock_name(names[part]))}
+    return {**state, "cfg": cfg, _NAMES_KEY: names} if names else state
+
+
+def _renamed(part, name: str):
+    """A copy of one part of a configuration under another name; models configured by argparse carry it as ``arch`` too."""
+    if isinstance(part, argparse.Namespace):
+        return argparse.Namespace(**{**vars(part), "_name": name, **({"arch": name} if hasattr(part, "arch") else {})})
+    return {**part, "_name": name}
+
+
+def _with_ls_names(state: dict) -> dict:
+    """A loaded state with the ``ls_`` names back in its configuration, so that the plugin's model runs it."""
+    cfg = state.get("cfg")
+    for part, name in state.get(_NAMES_KEY, {}).items():
+        current = cfg[part]
+        current_name = current._name if isinstance(current, argparse.Namespace) else current.get("_name")
+        if current_name != stock_name(name):
+            continue  # --model-overrides asks for another
+        if isinstance(current, argparse.Namespace):
+            vars(current).update(vars(_renamed(current, name)))
+        else:
+            with open_dict(cfg):
+                OmegaConf.update(cfg, f"{part}._name", name)
+    return state
