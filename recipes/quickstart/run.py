@@ -293,7 +293,7 @@ class Quickstart:
             try:
                 while process.poll() is None:
                     time.sleep(0.2)
-                    done = raw.read_bytes().count(b"\nD-") + raw.read_bytes().startswith(b"D-")
+                    done = raw.read_bytes().count(b"\nD-")
                     show(done / len(sources), f"{done:,} of {len(sources):,} verses")
             finally:
                 if process.poll() is None:

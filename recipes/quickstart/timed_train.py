@@ -171,7 +171,11 @@ def main() -> None:
     else:
         from fairseq_cli.train import cli_main as train
     stopwatch.install()
-    train()
+    try:
+        train()
+    except SystemExit as exit_:  # lightseq-train always ends so
+        if exit_.code:
+            raise
     stopwatch.write(end=args.kind, interrupted=stopwatch.stopping)
 
 
