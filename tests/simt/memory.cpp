@@ -37,17 +37,14 @@ struct Memory {
   std::chrono::steady_clock::time_point deadline;
 };
 
-Memory& memory() {
-  static Memory* m = new Memory;  // as the scheduler, never destroyed
-  return *m;
-}
+Memory& memory = *new Memory;  // as the scheduler, never destroyed
 
 // ---- Shadow cells ----
 // Fresh pages read as zero, which is a stamp older than all; old contents are older than the launch. Neither is cleared.
 
 void release_cells(Region& r) {
   if (r.cells == nullptr) return;
-  auto& m = memory();
+  auto& m = memory;
   if (m.pooled_bytes + r.cells_bytes <= kPooledCellBytes) {
     m.pool.emplace(r.cells_bytes, r.cells);
     m.pooled_bytes += r.cells_bytes;
@@ -58,7 +55,7 @@ void release_cells(Region& r) {
 }
 
 void acquire_cells(Region& r, int granule_log2) {
-  auto& m = memory();
+  auto& m = memory;
   size_t bytes = 64 * 1024;
   const size_t needed = ((r.size >> granule_log2) + 1) * sizeof(Cell);
   while (bytes < needed) bytes *= 2;
@@ -107,10 +104,7 @@ struct Order {
   std::vector<ThreadOrder> threads{kMaxThreads};
 };
 
-Order& order() {
-  static Order* o = new Order;
-  return *o;
-}
+Order& order = *new Order;
 
 void merge(std::vector<Release>& into, const std::vector<Release>& from) {
   for (const Release& r : from) {
@@ -136,7 +130,7 @@ bool covers(const std::vector<Release>& releases, Stamp s) {
 // An atomic by which the current thread may learn what others published at that address, and publish in turn.
 // As in CUDA, only what a __threadfence has made visible is published.
 void exchange_releases(uintptr_t address) {
-  auto& o = order();
+  auto& o = order;
   if (!o.fences) return;
   auto& thread = o.threads[launch_state.current->index];
   auto& published = o.published[address];
@@ -160,7 +154,7 @@ bool happened_before(Stamp s) {
     return thread / kWarpSize == self.warp() && clock_of(s) <= self.clock[thread % kWarpSize];
   }
   if (epoch >= l.block_epoch) return true;
-  const auto& o = order();
+  const auto& o = order;
   return o.fences && (covers(o.visible, s) || covers(o.threads[l.current->index].acquired, s));
 }
 
@@ -207,14 +201,10 @@ std::string nearest(const std::vector<std::unique_ptr<Region>>& among, uintptr_t
 
 // An access that lies in no array and no region: returns where it is allowed, ends the launch where not.
 __attribute__((noinline, cold)) void outside(uintptr_t a, size_t n, Access access, const void* pc) {
-  auto& m = memory();
+  auto& m = memory;
   const bool writes = access != Access::read;
-  const std::string what = std::string(name_of(access)) + " of " + n_bytes_text(n);
-  if (a < 4096) fault(what + " through a null pointer", pc);
-  if (is_stack(a)) fault(what + " in the local memory of another thread", pc);
-  if (a - m.arena < kArenaBytes) fault(what + " outside of shared memory, " + nearest(m.arrays, a), pc);
   if (a - launch_state.call < launch_state.call_bytes && !writes) return;
-  if (m.regions.empty()) {
+  if (m.regions.empty() && a >= 4096 && !is_stack(a) && a - m.arena >= kArenaBytes) {
     auto& t = totals.global;
     if (writes) t.written += n;
     if (access != Access::write) t.read += n;
@@ -222,14 +212,18 @@ __attribute__((noinline, cold)) void outside(uintptr_t a, size_t n, Access acces
   }
   const bool in_image = std::any_of(m.image.begin(), m.image.end(), [a](const Range& r) { return r.contains(a); });
   if (in_image && !writes) return;
+  const std::string what = std::string(name_of(access)) + " of " + n_bytes_text(n);
+  if (a < 4096) fault(what + " through a null pointer", pc);
+  if (is_stack(a)) fault(what + " in the local memory of another thread", pc);
+  if (a - m.arena < kArenaBytes) fault(what + " outside of shared memory, " + nearest(m.arrays, a), pc);
   if (in_image) fault(what + " to a variable of the library; register it as a writable region if that is meant", pc);
   fault(what + " outside of global memory, " + nearest(m.regions, a), pc);
 }
 
 // ---- The check ----
 
-Region* find(uintptr_t a) {
-  auto& m = memory();
+inline Region* find(uintptr_t a) {
+  auto& m = memory;
   Region*& hint = m.hints[(a >> 12) % 64];
   if (hint != nullptr && hint->contains(a)) return hint;
   const auto& among = a - m.arena < kArenaBytes ? m.arrays : m.regions;
@@ -239,10 +233,10 @@ Region* find(uintptr_t a) {
   return hint = after->get();
 }
 
-bool unordered(Stamp s, Stamp horizon) { return s >= horizon && s != launch_state.stamp && !happened_before(s); }
+inline bool unordered(Stamp s, Stamp horizon) { return s >= horizon && s != launch_state.stamp && !happened_before(s); }
 
 // Notes a read (or an atomic) beside at most one earlier one that it is not ordered with, see Cell.
-void remember(Stamp (&slots)[2], Stamp horizon) {
+inline void remember(Stamp (&slots)[2], Stamp horizon) {
   const Stamp now = launch_state.stamp;
   if (!unordered(slots[0], horizon)) {
     slots[0] = now;
@@ -257,7 +251,7 @@ void remember(Stamp (&slots)[2], Stamp horizon) {
   }
 }
 
-void check_cell(Region& r, size_t index, Access access, Stamp horizon, const void* pc) {
+inline void check_cell(Region& r, size_t index, Access access, Stamp horizon, const void* pc) {
   Cell& c = r.cells[index];
   const size_t offset = index << r.granule_log2;
   const size_t n = std::min(size_t{1} << r.granule_log2, r.size - offset);
@@ -292,7 +286,7 @@ void check_cell(Region& r, size_t index, Access access, Stamp horizon, const voi
 
 // A kernel that waits for what no other thread can do would hang: blocks and fibers do not preempt each other.
 __attribute__((noinline, cold)) void check_deadline() {
-  if (std::chrono::steady_clock::now() > memory().deadline) {
+  if (std::chrono::steady_clock::now() > memory.deadline) {
     fault("the launch ran longer than LS_SIMT_TIMEOUT; a thread may be spinning on what another should write");
   }
 }
@@ -303,13 +297,13 @@ void insert_sorted(std::vector<std::unique_ptr<Region>>& into, std::unique_ptr<R
   into.insert(at, std::move(region));
 }
 
-void forget_hints() { std::fill(std::begin(memory().hints), std::end(memory().hints), nullptr); }
+void forget_hints() { std::fill(std::begin(memory.hints), std::end(memory.hints), nullptr); }
 
 std::vector<Range> find_image() {
   struct Search {
     uintptr_t inside;
     std::vector<Range> ranges;
-  } search{reinterpret_cast<uintptr_t>(&memory), {}};
+  } search{reinterpret_cast<uintptr_t>(&find_image), {}};
   dl_iterate_phdr(
       [](dl_phdr_info* info, size_t, void* data) {
         auto* s = static_cast<Search*>(data);
@@ -335,7 +329,7 @@ std::vector<Range> find_image() {
 void on_access(const void* ptr, size_t n, Access access, const void* pc) {
   const auto a = reinterpret_cast<uintptr_t>(ptr);
   if (a - launch_state.current->stack < StackPool::kStackBytes || n == 0) return;
-  auto& m = memory();
+  auto& m = memory;
   if ((++m.n_access & 0xfffff) == 0) check_deadline();
   Region* r = find(a);
   if (r == nullptr) return outside(a, n, access, pc);
@@ -357,7 +351,7 @@ void on_access(const void* ptr, size_t n, Access access, const void* pc) {
 }
 
 void begin_launch_memory() {
-  auto& m = memory();
+  auto& m = memory;
   if (m.arena == 0) {
     void* arena = mmap(nullptr, kArenaBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (arena == MAP_FAILED) throw std::bad_alloc();
@@ -368,13 +362,13 @@ void begin_launch_memory() {
   m.static_shared_bytes = 0;
   const char* timeout = std::getenv("LS_SIMT_TIMEOUT");
   m.deadline = std::chrono::steady_clock::now() + std::chrono::seconds(timeout ? std::atoi(timeout) : 60);
-  auto& o = order();
+  auto& o = order;
   o.fences = false;
   o.published.clear();
 }
 
 void end_launch_memory() {
-  auto& m = memory();
+  auto& m = memory;
   for (auto& array : m.arrays) release_cells(*array);
   m.arrays.clear();
   forget_hints();
@@ -390,7 +384,7 @@ void end_launch_memory() {
 }
 
 void begin_block_memory() {
-  auto& o = order();
+  auto& o = order;
   if (!o.fences) return;
   o.visible.clear();
   o.all_fenced_epoch = 0;
@@ -398,7 +392,7 @@ void begin_block_memory() {
 }
 
 void block_synchronized() {
-  auto& o = order();
+  auto& o = order;
   if (!o.fences) return;
   const uint32_t n = launch_state.n_threads, ended = launch_state.epoch - 1;
   bool all_fenced = true;
@@ -412,7 +406,7 @@ void block_synchronized() {
 
 void fence() {
   if (!in_kernel) return;
-  auto& o = order();
+  auto& o = order;
   if (!o.fences) {
     o.fences = true;
     begin_block_memory();
@@ -421,7 +415,7 @@ void fence() {
 }
 
 void reset_stamps() {
-  auto& m = memory();
+  auto& m = memory;
   for (auto& r : m.regions) {
     if (r->cells != nullptr) munmap(r->cells, r->cells_bytes);
     r->cells = nullptr;
@@ -432,7 +426,7 @@ void reset_stamps() {
 }
 
 Region* add_shared_array(const std::string& name, size_t n_bytes, size_t align) {
-  auto& m = memory();
+  auto& m = memory;
   const bool dynamic = m.arrays.empty() && launch_state.current == nullptr;
   if (!dynamic) m.static_shared_bytes += n_bytes;
   if (m.static_shared_bytes > kStaticSharedLimit) return nullptr;
@@ -459,11 +453,11 @@ void before_atomic(void* ptr, size_t n_bytes, void* pc) {
 
 void memset_global(void* ptr, int value, size_t n_bytes) {
   const auto a = reinterpret_cast<uintptr_t>(ptr);
-  if (n_bytes != 0 && !memory().regions.empty()) {
+  if (n_bytes != 0 && !memory.regions.empty()) {
     const Region* r = find(a);
     if (r == nullptr || !r->writable || n_bytes > r->size - (a - r->base)) {
       fail("cudaMemsetAsync of " + n_bytes_text(n_bytes) + " outside of the writable regions, " +
-           (r ? "in " + name_of(*r) : nearest(memory().regions, a)));
+           (r ? "in " + name_of(*r) : nearest(memory.regions, a)));
     }
   }
   std::memset(ptr, value, n_bytes);
@@ -475,7 +469,7 @@ void register_region(const void* ptr, size_t n_bytes, bool writable, const std::
   using namespace detail;
   if (in_kernel) fail("register_region inside of a kernel");
   if (n_bytes == 0) return;
-  auto& m = memory();
+  auto& m = memory;
   auto added = std::make_unique<Region>();
   added->base = reinterpret_cast<uintptr_t>(ptr);
   added->size = n_bytes;
@@ -502,7 +496,7 @@ void register_region(const void* ptr, size_t n_bytes, bool writable, const std::
 
 void clear_regions() {
   using namespace detail;
-  auto& m = memory();
+  auto& m = memory;
   for (auto& r : m.regions) release_cells(*r);
   m.regions.clear();
   forget_hints();

@@ -52,10 +52,7 @@ struct Scheduler {
   std::vector<std::pair<const void*, size_t>> shared_arrays;  // key and index of the launch's LS_SHARED sites
 };
 
-Scheduler& scheduler() {
-  static Scheduler* s = new Scheduler;  // never destroyed: a kernel may run while the process exits
-  return *s;
-}
+Scheduler& scheduler = *new Scheduler;  // never destroyed: a kernel may run while the process exits
 
 std::mutex launch_mutex;  // one launch at a time in the process
 std::string host_fault;   // guarded by host_fault_mutex
@@ -87,7 +84,7 @@ uint64_t next_random() {  // splitmix64 (Steele, Lea, Flood 2014)
 
 // Appends threads to the ready queue, shuffled unless the schedule is 0.
 void make_ready(uint32_t* indices, uint32_t n) {
-  auto& s = scheduler();
+  auto& s = scheduler;
   for (uint32_t i = 0; i < n; ++i) {
     if (schedule_seed() != 0) std::swap(indices[i], indices[i + next_random() % (n - i)]);
     s.threads[indices[i]].state = State::ready;
@@ -106,11 +103,11 @@ void set_current(Thread* t) {
 
 void switch_to(Fiber& from, Thread* next) {
   set_current(next);
-  switch_fiber(from, next ? next->fiber : scheduler().main);
+  switch_fiber(from, next ? next->fiber : scheduler.main);
 }
 
 Thread* pop_ready() {
-  auto& s = scheduler();
+  auto& s = scheduler;
   if (s.n_ready == 0) return nullptr;
   Thread* t = &s.threads[s.ready[s.head]];
   s.head = (s.head + 1) % kMaxThreads;
@@ -133,12 +130,12 @@ void wait() {
 [[noreturn]] void abandon() {
   Thread* self = launch_state.current;
   set_current(nullptr);
-  switch_fiber(self->fiber, scheduler().main);
+  switch_fiber(self->fiber, scheduler.main);
   __builtin_unreachable();
 }
 
 void thread_entry() {
-  auto& s = scheduler();
+  auto& s = scheduler;
   Thread* self = launch_state.current;
   try {
     s.body(reinterpret_cast<void*>(launch_state.call));
@@ -188,7 +185,7 @@ std::string whereabouts(const Thread& t) {
 
 // "threads 0-31 at __syncthreads (a.cu:12); threads 32-63 exited"
 std::string whereabouts_of_block() {
-  auto& s = scheduler();
+  auto& s = scheduler;
   std::vector<std::pair<std::string, std::string>> groups;  // whereabouts, thread ranges; in order of appearance
   for (uint32_t first = 0; first < launch_state.n_threads;) {
     const std::string here = whereabouts(s.threads[first]);
@@ -227,10 +224,10 @@ std::string base_name(const char* path) {
   return slash ? slash + 1 : path;
 }
 
-bool is_stack(uintptr_t address) { return scheduler().stacks.contains(address); }
+bool is_stack(uintptr_t address) { return scheduler.stacks.contains(address); }
 
 void fault(const std::string& what, const void* pc) {
-  scheduler().fault = prefix(launch_state.current) + what + source_line(pc);
+  scheduler.fault = prefix(launch_state.current) + what + source_line(pc);
   abandon();  // the caller's frames are dropped with the fiber
 }
 
@@ -250,16 +247,15 @@ void report_host_fault(const std::string& what) {
 
 // Waits for all threads of the block. Gives how many of them brought a true predicate, and whether any did.
 void barrier(bool predicate, Site site, unsigned* any, unsigned* count) {
-  auto& s = scheduler();
+  auto& s = scheduler;
   if (!in_kernel) fail("__syncthreads outside of a kernel");
   Thread* self = launch_state.current;
   self->kind = Collective::syncthreads;
   self->site = site;
   if (s.n_at_barrier == 0) s.barrier_site = site;
-  const bool same_site = site.line == s.barrier_site.line && std::strcmp(site.file, s.barrier_site.file) == 0;
   self->state = State::waiting;
   self->value = predicate;
-  if (same_site && ++s.n_at_barrier == launch_state.n_threads) {
+  if (site == s.barrier_site && ++s.n_at_barrier == launch_state.n_threads) {
     s.n_at_barrier = 0;
     uint32_t n_true = 0;
     uint32_t indices[kMaxThreads];
@@ -311,7 +307,7 @@ void complete(Thread* warp, unsigned mask, unsigned present) {
       if (!(present >> l & 1)) continue;
       std::memcpy(warp[l].clock, joined, sizeof(joined));
       const uint32_t now = ++warp[l].clock[l];
-      auto& max_clock = scheduler().max_clock;
+      auto& max_clock = scheduler.max_clock;
       if (now > max_clock) max_clock = now;
       if (now == kMaxClock) fault("more __syncwarp in one block than the race check can count");
     }
@@ -340,7 +336,7 @@ void complete(Thread* warp, unsigned mask, unsigned present) {
 }  // namespace
 
 uint64_t warp_collective(Collective kind, unsigned mask, uint64_t value, int param, int width, Site site) {
-  auto& s = scheduler();
+  auto& s = scheduler;
   if (!in_kernel) fail(std::string(name_of(kind)) + " outside of a kernel");
   Thread* self = launch_state.current;
   if (!(mask >> self->lane() & 1)) {
@@ -361,10 +357,11 @@ uint64_t warp_collective(Collective kind, unsigned mask, uint64_t value, int par
   Thread* warp = &s.threads[self->warp() * kWarpSize];
   const uint32_t n_lanes = std::min(kWarpSize, launch_state.n_threads - self->warp() * kWarpSize);
   const unsigned present = n_lanes == kWarpSize ? mask : mask & ((1u << n_lanes) - 1);
-  for (unsigned rest = present; rest != 0; rest &= rest - 1) {
-    const Thread& t = warp[__builtin_ctz(rest)];
-    const bool arrived = t.state == State::waiting && t.kind == kind && t.mask == mask && t.site.line == site.line &&
-                         std::strcmp(t.site.file, site.file) == 0;
+  for (unsigned rest = present; rest != 0;) {  // from the lane that mostly comes last
+    const unsigned lane = 31 - __builtin_clz(rest);
+    rest ^= 1u << lane;
+    const Thread& t = warp[lane];
+    const bool arrived = t.state == State::waiting && t.kind == kind && t.mask == mask && t.site == site;
     if (!arrived) {
       wait();
       return self->value;
@@ -382,7 +379,7 @@ uint64_t warp_collective(Collective kind, unsigned mask, uint64_t value, int par
 // ---- Shared memory ----
 
 void* shared_array(const void* key, const char* name, size_t n_bytes, size_t align, Site site) {
-  auto& s = scheduler();
+  auto& s = scheduler;
   if (!in_kernel) fail("LS_SHARED outside of a kernel");
   for (const auto& [known, address] : s.shared_arrays) {
     if (known == key) return reinterpret_cast<void*>(address);
@@ -401,7 +398,7 @@ const char dynamic_key = 0;
 }
 
 void* dynamic_shared(const char* name, size_t align, Site site) {
-  auto& s = scheduler();
+  auto& s = scheduler;
   if (!in_kernel) fail("LS_DYNAMIC_SHARED outside of a kernel");
   if (align > 16) fault(format("LS_DYNAMIC_SHARED %s: CUDA aligns it to 16 bytes, the type asks for %zu", name, align), site);
   for (const auto& [known, address] : s.shared_arrays) {
@@ -439,7 +436,7 @@ void check_config(const LaunchConfig& c) {
 }
 
 void run_block() {
-  auto& s = scheduler();
+  auto& s = scheduler;
   auto& l = launch_state;
   l.block_epoch = ++l.epoch;
   begin_block_memory();
@@ -498,7 +495,7 @@ void run(const LaunchConfig& config, void (*body)(void*), void* call, size_t cal
     if (!host_fault.empty()) throw std::runtime_error(std::exchange(host_fault, {}));
   }
   check_config(config);
-  auto& s = scheduler();
+  auto& s = scheduler;
   auto& l = launch_state;
   if (l.epoch > (1u << 31)) {
     reset_stamps();

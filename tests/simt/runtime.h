@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <map>
 #include <string>
 #include <tuple>
@@ -61,6 +62,9 @@ namespace detail {
 struct Site {  // where in the source a thread waits
   const char* file;
   int line;
+  bool operator==(const Site& other) const {
+    return line == other.line && (file == other.file || std::strcmp(file, other.file) == 0);
+  }
 };
 
 enum class Collective : uint8_t { syncthreads, syncwarp, shfl, shfl_up, shfl_down, shfl_xor, ballot, any, all };

@@ -42,13 +42,14 @@
   type* const name = static_cast<type*>(::simt::detail::dynamic_shared(#name, alignof(type), {__FILE__, __LINE__}))
 
 // ---- Built-in variables ----
-// Constant for the code of one thread; the runtime rewrites them when it switches fibers. Being const they cost no hook.
+// Constant for the code of one thread; the runtime rewrites them when it switches fibers. Being const they cost no hook,
+// as long as their type has no constructor: hence uint3, where CUDA has dim3 for the last two.
 
-#define SIMT_BUILTIN(type, name) extern const type name __asm__("simt_" #name) __attribute__((visibility("hidden")))
-SIMT_BUILTIN(uint3, threadIdx);
-SIMT_BUILTIN(uint3, blockIdx);
-SIMT_BUILTIN(dim3, blockDim);
-SIMT_BUILTIN(dim3, gridDim);
+#define SIMT_BUILTIN(name) extern const uint3 name __asm__("simt_" #name) __attribute__((visibility("hidden")))
+SIMT_BUILTIN(threadIdx);
+SIMT_BUILTIN(blockIdx);
+SIMT_BUILTIN(blockDim);
+SIMT_BUILTIN(gridDim);
 #undef SIMT_BUILTIN
 constexpr int warpSize = 32;
 
