@@ -11,7 +11,13 @@ from fairseq.models import (
     register_model,
     register_model_architecture,
 )
-from fairseq.models.transformer import TransformerConfig, TransformerDecoderBase, TransformerEncoderBase, TransformerModel
+from fairseq.models.transformer import (
+    TransformerConfig,
+    TransformerDecoderBase,
+    TransformerEncoderBase,
+    TransformerModel,
+    base_architecture,
+)
 from fairseq.modules.checkpoint_activations import checkpoint_wrapper
 
 from ls_plugin.models.unsupported import refuse_unsupported
@@ -69,11 +75,8 @@ class LightSeqTransformerModel(TransformerModel):
     @classmethod
     def build_model(cls, args, task):
         refuse_unsupported(args, stock_name(getattr(args, "arch", None) or "ls_transformer"))
-        for name in ("encoder_layers_to_keep", "decoder_layers_to_keep"):
-            # fairseq's parser makes a list of --*-layers-to-keep, and its model and its pruning of checkpoints expect a string.
-            kept = getattr(args, name, None)
-            if isinstance(kept, (list, tuple)):
-                setattr(args, name, ",".join(map(str, kept)))
+        base_architecture(args)  # older checkpoints lack some arguments
+        _complete_layers_to_keep(args)
         return super().build_model(args, task)
 
     @classmethod
@@ -89,6 +92,19 @@ class LightSeqTransformerModel(TransformerModel):
     def build_decoder(cls, args, tgt_dict, embed_tokens):
         cfg = TransformerConfig.from_namespace(args)
         return LightSeqTransformerDecoder(cfg, tgt_dict, embed_tokens, no_encoder_attn=cfg.no_cross_attention)
+
+
+def _complete_layers_to_keep(args) -> None:
+    """Makes ``--encoder-layers-to-keep`` and ``--decoder-layers-to-keep`` what fairseq's model and its pruning of checkpoints expect.
+
+    fairseq's parser makes lists of them where strings are expected; and its pruning drops all layers of the side that is not given.
+    """
+    kept = {side: getattr(args, f"{side}_layers_to_keep") for side in ("encoder", "decoder")}
+    if any(kept.values()):
+        for side, layers in kept.items():
+            if not layers:
+                layers = range(getattr(args, f"{side}_layers"))
+            setattr(args, f"{side}_layers_to_keep", layers if isinstance(layers, str) else ",".join(map(str, layers)))
 
 
 def _register_architectures() -> None:

@@ -1,0 +1,256 @@
+"""ls_transformer against fairseq's Transformer: same weights in, same outputs and gradients out, for every option that is honoured."""
+
+import pytest
+import torch
+from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_INV_REGISTRY, ARCH_MODEL_REGISTRY
+from fairseq.sequence_generator import SequenceGenerator
+
+from ls_plugin import modules
+from ls_plugin.errors import TokenIdError, UnsupportedError
+from ls_plugin.models import LightSeqTransformerModel
+from ls_plugin.models.transformer import LightSeqTransformerEncoder
+from ls_plugin.models.unsupported import ACTIVATIONS, unsupported_reasons
+
+# fp32 sums of a few hundred terms in another order; gradients pass through more of them.
+OUTPUT_TOLERANCE, GRAD_TOLERANCE = 2e-5, 1e-4
+
+PRE_NORM = {"encoder_normalize_before": True, "decoder_normalize_before": True}
+HONOURED = {
+    "post_norm": {},
+    "pre_norm": PRE_NORM,
+    "no_decoder_final_norm": {**PRE_NORM, "no_decoder_final_norm": True},
+    "mixed_norm": {"encoder_normalize_before": True},
+    **{f"activation_{name}": {"activation_fn": name} for name in ACTIVATIONS},
+    "tied_output": {"share_decoder_input_output_embed": True},
+    "share_all": {"share_all_embeddings": True},
+    "merge_embeddings": {"merge_src_tgt_embed": True},
+    "learned_positions": {"encoder_learned_pos": True, "decoder_learned_pos": True},
+    "no_positions": {"no_token_positional_embeddings": True},
+    "layernorm_embedding": {"layernorm_embedding": True},
+    "no_scale_embedding": {"no_scale_embedding": True},
+    "unequal_widths": {"decoder_embed_dim": 40, "decoder_ffn_embed_dim": 56},
+    "decoder_output_dim": {"decoder_output_dim": 24},
+    "no_cross_attention": {"no_cross_attention": True, "cross_self_attention": True},
+    "cross_self_attention": {"cross_self_attention": True},
+    "checkpoint_activations": {"checkpoint_activations": True},
+    "offload_activations": {"offload_activations": True},
+    "adaptive_softmax": {"adaptive_softmax_cutoff": "8,16", "adaptive_softmax_dropout": 0.0},
+    "odd_width": {"encoder_embed_dim": 20, "encoder_ffn_embed_dim": 37, "encoder_attention_heads": 4, "decoder_attention_heads": 2},
+}
+
+
+def assert_close(ours, stock, tolerance):
+    scale = max(stock.abs().max().item(), 1.0)
+    assert (ours - stock).abs().max().item() <= tolerance * scale
+
+
+@pytest.mark.parametrize("options", HONOURED.values(), ids=HONOURED.keys())
+def test_forward_and_gradients_equal_stock(build_twins, batch, options):
+    stock, ours = build_twins(**options)
+    assert stock.state_dict().keys() == ours.state_dict().keys()
+    ours.load_state_dict(stock.state_dict(), strict=True)
+    stock.load_state_dict(ours.state_dict(), strict=True)
+
+    outputs = []
+    for model in (stock, ours):
+        model.train()
+        output, extra = model(**batch)
+        output.square().sum().backward()
+        outputs.append((output, extra))
+    (stock_output, stock_extra), (our_output, our_extra) = outputs
+    assert_close(our_output, stock_output, OUTPUT_TOLERANCE)
+    assert len(our_extra["inner_states"]) == len(stock_extra["inner_states"])
+    if stock_extra["attn"][0] is not None:
+        assert_close(our_extra["attn"][0], stock_extra["attn"][0], OUTPUT_TOLERANCE)
+    for (name, p), q in zip(stock.named_parameters(), ours.parameters()):
+        assert (p.grad is None) == (q.grad is None), name
+        if p.grad is not None:
+            assert_close(q.grad, p.grad, GRAD_TOLERANCE)
+
+
+def test_all_norms_and_dropouts_are_fused(build_twins):
+    _, ours = build_twins(**PRE_NORM, layernorm_embedding=True)
+    names = {type(m).__name__: type(m) for m in ours.modules()}
+    assert torch.nn.LayerNorm not in names.values()
+    norms = [m for m in ours.modules() if isinstance(m, modules.LayerNorm)]
+    # two per encoder layer, three per decoder layer, one after each stack, one after each embedding
+    assert len(norms) == 2 * 2 + 2 * 3 + 2 + 2
+    attention_dropouts = {id(layer.self_attn.dropout_module) for layer in (*ours.encoder.layers, *ours.decoder.layers)}
+    attention_dropouts |= {id(layer.encoder_attn.dropout_module) for layer in ours.decoder.layers}
+    for module in ours.modules():
+        if type(module).__name__ == "FairseqDropout":
+            assert id(module) in attention_dropouts
+
+
+def test_layerdrop_drops_the_layers_that_stock_drops(build_twins, batch):
+    stock, ours = build_twins(encoder_layerdrop=0.5, decoder_layerdrop=0.5)
+    for seed in range(5):
+        outputs = []
+        for model in (stock, ours):
+            torch.manual_seed(seed)
+            outputs.append(model.train()(**batch)[0])
+        assert_close(outputs[1], outputs[0], OUTPUT_TOLERANCE)
+
+
+def test_layers_to_keep_prunes_a_checkpoint(build_twins, batch, tiny_args, task):
+    """As a list, which the command line gives, and as a string, which --model-overrides gives."""
+    stock, ours = build_twins(encoder_layers=4)
+    weights = ours.state_dict()
+    outputs = []
+    for kept in ([0, 3], "0,3"):
+        args = tiny_args(encoder_layers=4, encoder_layers_to_keep=kept)
+        pruned = LightSeqTransformerModel.build_model(args, task())
+        assert len(pruned.encoder.layers) == 2
+        args._name = args.arch
+        pruned.load_state_dict(dict(weights), strict=True, model_cfg=args)
+        outputs.append(pruned.eval()(**batch)[0])
+    ours.encoder.layers = torch.nn.ModuleList([ours.encoder.layers[0], ours.encoder.layers[3]])
+    expected = ours.eval()(**batch)[0]
+    assert_close(outputs[0], expected, 0)
+    assert_close(outputs[1], expected, 0)
+
+
+def test_return_fc(build_twins, batch):
+    stock, ours = build_twins()
+    cls_stock, cls_ours = type(stock.encoder), LightSeqTransformerEncoder
+    results = []
+    for cls, model in ((cls_stock, stock), (cls_ours, ours)):
+        encoder = cls(model.encoder.cfg, model.encoder.dictionary, model.encoder.embed_tokens, return_fc=True)
+        encoder.load_state_dict(stock.encoder.state_dict())
+        results.append(encoder.eval()(batch["src_tokens"], return_all_hiddens=True))
+    for stock_fc, our_fc in zip(results[0]["fc_results"], results[1]["fc_results"]):
+        assert_close(our_fc, stock_fc, OUTPUT_TOLERANCE)
+
+
+@pytest.mark.parametrize("beam", [1, 5])
+@pytest.mark.parametrize("options", [{}, PRE_NORM, {"cross_self_attention": True}, {"no_cross_attention": True, "cross_self_attention": True}])
+def test_generation_equals_stock_token_for_token(build_twins, batch, beam, options):
+    stock, ours = build_twins(**options)
+    hypotheses = []
+    for model in (stock, ours):
+        model.eval()
+        dictionary = model.decoder.dictionary
+        generator = SequenceGenerator([model], dictionary, beam_size=beam, max_len_b=12, match_source_len=False)
+        sample = {"net_input": {key: batch[key] for key in ("src_tokens", "src_lengths")}}
+        hypotheses.append([[h["tokens"].tolist() for h in beam_] for beam_ in generator.generate([model], sample)])
+    assert hypotheses[0] == hypotheses[1]
+
+
+def test_incremental_decoding_equals_the_full_forward(build_twins, batch):
+    _, ours = build_twins()
+    ours.eval()
+    encoder_out = ours.encoder(batch["src_tokens"], batch["src_lengths"])
+    previous = batch["prev_output_tokens"][:1].expand(3, -1).contiguous()
+    full = ours.decoder(previous, encoder_out=encoder_out)[0]
+    state: dict = {}
+    for t in range(previous.size(1)):
+        step = ours.decoder(previous[:, : t + 1], encoder_out=encoder_out, incremental_state=state)[0]
+        assert_close(step[:, 0], full[:, t], OUTPUT_TOLERANCE)
+
+
+def test_caller_kept_attention_state(build_twins, batch):
+    """prev_self_attn_state stands for what the incremental state would hold."""
+    stock, ours = build_twins()
+    results = []
+    for model in (stock, ours):
+        layer = model.eval().decoder.layers[0]
+        torch.manual_seed(3)
+        x, key, value = torch.randn(1, 3, 32), torch.randn(3, 4, 5, 8), torch.randn(3, 4, 5, 8)
+        results.append(layer(x, incremental_state={}, prev_self_attn_state=[key, value])[0])
+    assert_close(results[1], results[0], OUTPUT_TOLERANCE)
+    with pytest.raises(ValueError, match="incremental_state"):
+        ours.decoder.layers[0](x, prev_self_attn_state=[key, value])
+
+
+def test_dropout_follows_the_seed_and_is_off_in_eval(build_twins, batch):
+    _, ours = build_twins(dropout=0.3, activation_dropout=0.2)
+
+    def run(seed):
+        torch.manual_seed(seed)
+        return ours(**batch)[0]
+
+    ours.train()
+    assert torch.equal(run(1), run(1))
+    assert not torch.equal(run(1), run(2))
+    ours.eval()
+    assert torch.equal(run(1), run(2))
+
+
+def test_checkpointed_activations_redraw_the_same_masks(build_twins, batch):
+    gradients = []
+    for checkpointed in (False, True):
+        _, ours = build_twins(dropout=0.3, checkpoint_activations=checkpointed)
+        torch.manual_seed(9)
+        ours.train()(**batch)[0].square().sum().backward()
+        gradients.append([p.grad for p in ours.parameters()])
+    for plain, checkpointed in zip(*gradients):
+        assert_close(checkpointed, plain, GRAD_TOLERANCE)
+
+
+@pytest.mark.parametrize("kept, expected", [(None, {"all"}), (["TransformerDecoderLayerBase"], {"decoder_layers"}), (["TransformerEncoder"], {"encoder"})])
+def test_retain_dropout_knows_stock_names(build_twins, kept, expected):
+    _, ours = build_twins(dropout=0.3)
+    ours.make_generation_fast_(retain_dropout=True, retain_dropout_modules=kept)
+    places = {
+        "encoder": ours.encoder.dropout_module,
+        "decoder": ours.decoder.dropout_module,
+        "encoder_layers": ours.encoder.layers[0].dropout_module,
+        "decoder_layers": ours.decoder.layers[0].dropout_module,
+    }
+    active = {name for name, module in places.items() if module.eval().active}
+    assert active == (set(places) if expected == {"all"} else expected)
+
+
+def test_fully_padded_sentence_gives_no_nan(build_twins, batch):
+    _, ours = build_twins()
+    batch["src_tokens"][0] = 1
+    output = ours.eval()(**batch)[0]
+    assert torch.isfinite(output[1:]).all()
+
+
+@pytest.mark.parametrize("name", ["src_tokens", "prev_output_tokens"])
+@pytest.mark.parametrize("bad_id", [27, 1000, -1])
+def test_token_id_outside_the_dictionary(build_twins, batch, name, bad_id):
+    _, ours = build_twins()
+    batch[name][1, 2] = bad_id
+    with pytest.raises(TokenIdError, match=rf"got {bad_id} .*another dictionary"):
+        ours(**batch)
+
+
+def test_every_stock_architecture_has_a_twin(task, tiny_args):
+    assert "ls_transformer_wmt_en_de_big_t2t" in ARCH_MODEL_INV_REGISTRY["ls_transformer"]
+    for arch in ARCH_MODEL_INV_REGISTRY["transformer"]:
+        assert ARCH_MODEL_REGISTRY[f"ls_{arch}"] is LightSeqTransformerModel
+        assert ARCH_CONFIG_REGISTRY[f"ls_{arch}"] is ARCH_CONFIG_REGISTRY[arch]
+
+
+REFUSED = {
+    "quant_noise_pq": 0.1,
+    "quant_noise_scalar": 0.1,
+    "quantization_config_path": "quantization.yaml",
+    "encoder_xformers_att_config": "{}",
+    "decoder_xformers_att_config": "{}",
+    "scale_fc": True,
+    "scale_attn": True,
+    "scale_heads": True,
+    "scale_resids": True,
+    "base_layers": 1,
+    "export": True,
+    "adaptive_input": True,
+    "tie_adaptive_weights": True,
+    "tie_adaptive_proj": True,
+    "char_inputs": True,
+    "activation_fn": "swish",
+}
+
+
+@pytest.mark.parametrize("name, value", REFUSED.items())
+def test_unsupported_flag_is_refused_by_name(task, tiny_args, name, value):
+    with pytest.raises(UnsupportedError, match=rf"--{name.replace('_', '-')} .*--arch transformer"):
+        LightSeqTransformerModel.build_model(tiny_args(**{name: value}), task())
+
+
+def test_all_reasons_are_given_at_once(tiny_args):
+    assert len(unsupported_reasons(tiny_args(**REFUSED))) == len(REFUSED)
+    assert unsupported_reasons(tiny_args()) == []
+
