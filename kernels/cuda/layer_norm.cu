@@ -27,9 +27,11 @@ struct RowShape {
   // Forward: four warps, so that small batches still spread over the multiprocessors.
   static constexpr int kForwardThreads = 128;
   // Backward: a multiprocessor may hold one block only (there are at most 256 chunks), which must keep enough bytes in
-  // flight: 16 warps while a thread fits in 128 registers, 8 warps of up to 255 beyond.
-  static constexpr int kBackwardThreads = kPerLane <= 16 ? 512 : 256;
+  // flight: 16 warps while a thread fits in 128 registers, 8 warps of up to 255 beyond. Single elements of 16 bits take a
+  // whole register each.
+  static constexpr int backward_threads(int width) { return kPerLane <= (width == 1 ? 8 : 16) ? 512 : 256; }
 };
+// Rows stay packed as they were read, which in 16 bits halves their registers, and are converted at each use.
 constexpr int kMaxTeamColumns = 1024;  // 32 elements of x, grad_y, weight and both sums are some 200 registers of 255
 
 // Instances: 8 lanes up to 64 columns (per-head norms; four rows to a warp), then a warp with 8, 16, 24 or 32 elements per
@@ -57,47 +59,47 @@ __device__ __forceinline__ void load_or(const scalar_t* p, int64_t offset, float
   }
 }
 
-// y for kWidth columns from col on, x being there in fp32.
-template <int kWidth, typename scalar_t>
-__device__ __forceinline__ void normalize(const LayerNormForward& a, int64_t row, int64_t col, const float* x, float mean,
-                                          float rstd) {
+// y for the columns from col on, x being theirs.
+template <typename scalar_t, int kWidth>
+__device__ __forceinline__ void normalize(const LayerNormForward& a, int64_t row, int64_t col,
+                                          const Vec<scalar_t, kWidth>& x, float mean, float rstd) {
   float weight[kWidth], bias[kWidth], y[kWidth];
   load_or<kWidth>(static_cast<const scalar_t*>(a.weight), col, 1.0f, weight);
   load_or<kWidth>(static_cast<const scalar_t*>(a.bias), col, 0.0f, bias);
 #pragma unroll
-  for (int j = 0; j < kWidth; ++j) y[j] = (x[j] - mean) * rstd * weight[j] + bias[j];
+  for (int j = 0; j < kWidth; ++j) y[j] = (static_cast<float>(x.elem[j]) - mean) * rstd * weight[j] + bias[j];
   store_floats<kWidth>(static_cast<scalar_t*>(a.y) + row * a.n_cols + col, y);
 }
 
 template <typename scalar_t, int kWidth, typename Shape>
 __global__ void __launch_bounds__(Shape::kForwardThreads) layer_norm_forward_kernel(const LayerNormForward a) {
-  constexpr int kLanes = Shape::kLanes, kPerLane = Shape::kPerLane;
+  constexpr int kLanes = Shape::kLanes, kAccesses = Shape::kPerLane / kWidth;
+  using V = Vec<scalar_t, kWidth>;
   const int lane = threadIdx.x % kLanes;
   const int64_t row = static_cast<int64_t>(blockIdx.x) * (Shape::kForwardThreads / kLanes) + threadIdx.x / kLanes;
   const bool valid = row < a.n_rows;  // a team without a row still takes part in its warp's shuffles
   const auto* x_row = static_cast<const scalar_t*>(a.x) + row * a.n_cols;
 
-  float x[kPerLane], sum = 0.0f;
+  V x[kAccesses];
+  float sum = 0.0f;
 #pragma unroll
-  for (int k = 0; k < kPerLane; k += kWidth) {
-    const int col = k * kLanes + lane * kWidth;
-    if (valid && col < a.n_cols) {
-      load_floats<kWidth>(x_row + col, x + k);
-    } else {
+  for (int k = 0; k < kAccesses; ++k) {
+    const int col = (k * kLanes + lane) * kWidth;
+    x[k] = valid && col < a.n_cols ? load_vec<kWidth>(x_row + col) : zero_vec<scalar_t, kWidth>();
 #pragma unroll
-      for (int j = 0; j < kWidth; ++j) x[k + j] = 0.0f;
-    }
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) sum += x[k + j];
+    for (int j = 0; j < kWidth; ++j) sum += static_cast<float>(x[k].elem[j]);
   }
   const float mean = team_sum<kLanes>(sum) / a.n_cols;
 
   float m2 = 0.0f;
 #pragma unroll
-  for (int k = 0; k < kPerLane; k += kWidth) {
-    if (k * kLanes + lane * kWidth < a.n_cols) {
+  for (int k = 0; k < kAccesses; ++k) {
+    if ((k * kLanes + lane) * kWidth < a.n_cols) {
 #pragma unroll
-      for (int j = 0; j < kWidth; ++j) m2 += (x[k + j] - mean) * (x[k + j] - mean);
+      for (int j = 0; j < kWidth; ++j) {
+        const float deviation = static_cast<float>(x[k].elem[j]) - mean;
+        m2 += deviation * deviation;
+      }
     }
   }
   const float rstd = rsqrtf(team_sum<kLanes>(m2) / a.n_cols + a.eps);
@@ -108,9 +110,9 @@ __global__ void __launch_bounds__(Shape::kForwardThreads) layer_norm_forward_ker
     a.rstd[row] = rstd;
   }
 #pragma unroll
-  for (int k = 0; k < kPerLane; k += kWidth) {
-    const int col = k * kLanes + lane * kWidth;
-    if (col < a.n_cols) normalize<kWidth, scalar_t>(a, row, col, x + k, mean, rstd);
+  for (int k = 0; k < kAccesses; ++k) {
+    const int col = (k * kLanes + lane) * kWidth;
+    if (col < a.n_cols) normalize(a, row, col, x[k], mean, rstd);
   }
 }
 
@@ -121,8 +123,8 @@ __global__ void __launch_bounds__(kLongRowThreads) layer_norm_forward_long_kerne
   const auto* x_row = static_cast<const scalar_t*>(a.x) + row * a.n_cols;
 
   Welford stats = {0.0f, 0.0f, 0.0f};
-  float x[kWidth];
   for (int64_t col = threadIdx.x * kWidth; col < a.n_cols; col += kLongRowThreads * kWidth) {
+    float x[kWidth];
     load_floats<kWidth>(x_row + col, x);
     stats = Welford::merge(stats, Welford::of(x));  // one division per vector
   }
@@ -134,18 +136,16 @@ __global__ void __launch_bounds__(kLongRowThreads) layer_norm_forward_long_kerne
     a.rstd[row] = rstd;
   }
   for (int64_t col = threadIdx.x * kWidth; col < a.n_cols; col += kLongRowThreads * kWidth) {
-    load_floats<kWidth>(x_row + col, x);
-    normalize<kWidth, scalar_t>(a, row, col, x, stats.mean, rstd);
+    normalize(a, row, col, load_vec<kWidth>(x_row + col), stats.mean, rstd);
   }
 }
 
-// Block b owns the rows of chunk b, its teams every n_teams-th of them. x, grad_y and weight stay packed as they were read:
-// in 16 bits that halves their registers. Lanes without a column hold zeros in all three, which add nothing to any sum.
+// Block b owns the rows of chunk b, its teams every n_teams-th of them. Lanes without a column hold zeros in all three, which add nothing to any sum.
 template <typename scalar_t, int kWidth, typename Shape, bool kGradParams>
-__global__ void __launch_bounds__(Shape::kBackwardThreads)
+__global__ void __launch_bounds__(Shape::backward_threads(kWidth))
     layer_norm_backward_kernel(const LayerNormBackward a, int64_t rows_per_chunk) {
   constexpr int kLanes = Shape::kLanes, kPerLane = Shape::kPerLane, kAccesses = kPerLane / kWidth;
-  constexpr int kTeams = Shape::kBackwardThreads / kLanes;
+  constexpr int kTeams = Shape::backward_threads(kWidth) / kLanes;
   using V = Vec<scalar_t, kWidth>;
   const int lane = threadIdx.x % kLanes, team = threadIdx.x / kLanes;
   const auto* all_x = static_cast<const scalar_t*>(a.x);
@@ -174,13 +174,9 @@ __global__ void __launch_bounds__(Shape::kBackwardThreads)
 #pragma unroll
     for (int k = 0; k < kAccesses; ++k) {
       const int col = (k * kLanes + lane) * kWidth;
-      if (valid && col < a.n_cols) {
-        x[k] = load_vec<kWidth>(all_x + row * a.n_cols + col);
-        grad_y[k] = load_vec<kWidth>(all_grad_y + row * a.n_cols + col);
-      } else {
-#pragma unroll
-        for (int j = 0; j < kWidth; ++j) x[k].elem[j] = grad_y[k].elem[j] = static_cast<scalar_t>(0.0f);
-      }
+      const bool present = valid && col < a.n_cols;
+      x[k] = present ? load_vec<kWidth>(all_x + row * a.n_cols + col) : zero_vec<scalar_t, kWidth>();
+      grad_y[k] = present ? load_vec<kWidth>(all_grad_y + row * a.n_cols + col) : zero_vec<scalar_t, kWidth>();
     }
 
     float sum_g = 0.0f, sum_g_xhat = 0.0f;
@@ -330,7 +326,7 @@ void backward(const char* op, const LayerNormBackward& a, cudaStream_t stream) {
   }
   with_row_shape(a.n_cols, [&](auto shape) {
     using Shape = decltype(shape);
-    constexpr int kThreads = Shape::kBackwardThreads;
+    constexpr int kThreads = Shape::backward_threads(kWidth);
     constexpr int64_t kTeams = kThreads / Shape::kLanes;
     if (grad_params)
       LS_LAUNCH((layer_norm_backward_kernel<scalar_t, kWidth, Shape, true>), grid_of(op, a.n_partials), dim3(kThreads), 0,

@@ -5,6 +5,8 @@
 // serves pointers and row strides that are not multiples of 16 bytes.
 #pragma once
 
+#include <cstring>
+
 #include "common/cuda_or_simt.h"
 
 namespace ls::cuda {
@@ -14,8 +16,6 @@ constexpr int kVecBytes = 16;
 template <typename scalar_t>
 constexpr int kVecWidth = kVecBytes / static_cast<int>(sizeof(scalar_t));
 
-// Its alignment makes the compiler move it in one instruction (LDG.E.128 at 16 bytes). A struct with the elements as
-// members, not a uint4: an access through it may alias scalar_t.
 template <typename scalar_t, int kWidth>
 struct alignas(sizeof(scalar_t) * kWidth) Vec {
   scalar_t elem[kWidth];
@@ -26,9 +26,34 @@ __device__ __forceinline__ Vec<scalar_t, kWidth> load_vec(const scalar_t* p) {
   return *reinterpret_cast<const Vec<scalar_t, kWidth>*>(p);
 }
 
+// The stores are written out for nvcc: left to itself it takes the struct apart (a uint4 too), and where the elements come out of
+// selects, as they do from dropout, stores them in pieces of 2 or 4 bytes.
 template <typename scalar_t, int kWidth>
 __device__ __forceinline__ void store_vec(scalar_t* p, const Vec<scalar_t, kWidth>& v) {
+#if defined(__CUDA_ARCH__)
+  constexpr int n_words = sizeof(v) / sizeof(unsigned);
+  if constexpr (n_words == 2 || n_words == 4) {
+    unsigned word[n_words];
+    memcpy(word, &v, sizeof(v));
+    if constexpr (n_words == 4)
+      asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(p)), "r"(word[0]), "r"(word[1]),
+                   "r"(word[2]), "r"(word[3])
+                   : "memory");
+    else
+      asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(p)), "r"(word[0]), "r"(word[1])
+                   : "memory");
+    return;
+  }
+#endif
   *reinterpret_cast<Vec<scalar_t, kWidth>*>(p) = v;
+}
+
+template <typename scalar_t, int kWidth>
+__device__ __forceinline__ Vec<scalar_t, kWidth> zero_vec() {
+  Vec<scalar_t, kWidth> v;
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) v.elem[i] = static_cast<scalar_t>(0.0f);
+  return v;
 }
 
 template <int kWidth, typename scalar_t>
