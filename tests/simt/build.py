@@ -27,6 +27,7 @@ HOST_FLAGS = ("-O2",)
 KERNEL_FLAGS = (
     "-O2",
     "-Wno-unknown-pragmas",  # #pragma unroll
+    "-fno-optimize-sibling-calls",  # a hook called as a tail call would not know the line that it is called from
     "-fsanitize=thread,alignment,bounds,signed-integer-overflow,shift-exponent,integer-divide-by-zero",
     "--param=tsan-instrument-func-entry-exit=0",
 )
@@ -40,6 +41,7 @@ def build_library(
     extra_flags: Sequence[str] = (),
     link_flags: Sequence[str] = (),
     *,
+    runtime_flags: Sequence[str] = (),
     name: str = "ls_simt",
     n_jobs: int = 2,
 ) -> Path:
@@ -52,7 +54,7 @@ def build_library(
         cu_sources: compiled as C++ with instrumentation; they include ``simt.h`` when ``LS_SIMT`` is defined.
         cpp_sources: host code (bindings), compiled without.
         include_dirs: searched by both, before this folder.
-        extra_flags: for every compilation, the runtime's included.
+        extra_flags: for every compilation, the runtime's included; runtime_flags for that one alone.
         link_flags: at the end of the link command.
 
     Raises:
@@ -64,7 +66,7 @@ def build_library(
     common = [*COMMON_FLAGS, *includes, *extra_flags]
     # The order matters. An inline function that several objects define is taken from the first: the runtime must get its
     # own, uninstrumented ones, and the kernels theirs, which are instrumented.
-    jobs = [(source, [*common, *RUNTIME_FLAGS]) for source in RUNTIME_SOURCES]
+    jobs = [(source, [*common, *RUNTIME_FLAGS, *runtime_flags]) for source in RUNTIME_SOURCES]
     jobs += [(Path(source).resolve(), ["-x", "c++", *common, *KERNEL_FLAGS]) for source in cu_sources]
     jobs += [(Path(source).resolve(), [*common, *HOST_FLAGS]) for source in cpp_sources]
 
