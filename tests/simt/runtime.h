@@ -50,6 +50,14 @@ struct Stats {
 void register_region(const void* ptr, size_t n_bytes, bool writable, const std::string& name);
 void clear_regions();
 
+// Forgets all regions at the end of a scope, also when a launch throws.
+struct ScopedRegions {
+  ScopedRegions() = default;
+  ScopedRegions(const ScopedRegions&) = delete;
+  ScopedRegions& operator=(const ScopedRegions&) = delete;
+  ~ScopedRegions() { clear_regions(); }
+};
+
 // 0 runs blocks and threads in index order. Any other seed shuffles both; a correct kernel gives the same result.
 // The start value is the environment variable LS_SIMT_SEED, or 0.
 void set_schedule(uint64_t seed);
