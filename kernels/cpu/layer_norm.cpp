@@ -42,7 +42,10 @@ void layer_norm_forward(const LayerNormForward& a) {
       for (int64_t row = row_begin; row < row_end; ++row) {
         const auto* x = static_cast<const scalar_t*>(a.x) + row * a.n_cols;
         auto* y = static_cast<scalar_t*>(a.y) + row * a.n_cols;
-        const float mean = row_sum(a.n_cols, [&](int64_t i, auto n) { return load_n(x + i, n); }) * inverse_n;
+        // Summed from the first element on, not from 0: a mean that is large against the deviation keeps its digits.
+        const float pivot = to_float(x[0]);
+        const float mean =
+            pivot + row_sum(a.n_cols, [&](int64_t i, auto n) { return load_n(x + i, n, pivot) - pivot; }) * inverse_n;
         const float variance = row_sum(a.n_cols, [&](int64_t i, auto n) {
           const vfloat centred = load_n(x + i, n, mean) - mean;
           return centred * centred;

@@ -1,0 +1,29 @@
+"""Every op has each of its places under one stem (style.md, "Anatomy of one op")."""
+
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+STEMS = sorted(path.stem for path in (ROOT / "kernels" / "ops").glob("*.cpp"))
+PLACES = [
+    "kernels/cpu/{stem}.cpp",
+    "kernels/cuda/{stem}.cu",
+    "ls_plugin/ops/{stem}.py",
+    "ls_plugin/reference/{stem}.py",
+    "tests/ops/test_{stem}.py",
+    "recipes/benchmarks/ops/{stem}.py",
+]
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_op_has_all_its_places(stem):
+    missing = [place for place in PLACES if not (ROOT / place.format(stem=stem)).exists()]
+    assert not missing, f"{stem} lacks {', '.join(place.format(stem=stem) for place in missing)}"
+    assert f'm.def("{stem}' in (ROOT / "kernels" / "schemas.cpp").read_text(), f"{stem} has no schema in the index"
+
+
+def test_no_op_outside_the_index():
+    for folder, pattern in (("kernels/cuda", "*.cu"), ("ls_plugin/reference", "*.py"), ("ls_plugin/ops", "*.py")):
+        stems = {path.stem for path in (ROOT / folder).glob(pattern)} - {"__init__", "rng", "dropout"}
+        assert stems == set(STEMS), f"{folder} and kernels/ops disagree"
