@@ -4,8 +4,8 @@
 //   forward  y      = residual + keep * scale * (x + bias)            keep from Philox, see common/philox.h
 //   backward grad_x = keep * scale * grad_y                           the same draws again: nothing is saved
 //            grad_bias = sum over rows of grad_x, before rounding     two stages, column_sum.cuh
-// All outputs are overwritten (=). y may be x or residual, grad_x may be grad_y: each element is read, then written, by the
-// same thread.
+// All outputs are overwritten (=). y may be x or residual, grad_x may be grad_y, or null when only grad_bias is wanted: each
+// element is read, then written, by the same thread.
 //
 // A thread owns eight consecutive columns, which is one draw of Philox and one 16-byte vector in 16 bits (two in fp32), and
 // walks over the rows of its block's tile with its part of the bias in registers.
@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(kTileThreads)
     if (a.dropout.threshold != 0) apply_dropout(a.dropout, seed, row * groups_per_row + at.col / kDropoutGroup, g);
 #pragma unroll
     for (int i = 0; i < kTileColumns; ++i) sum[i] += g[i];
-    store_group<kWidth>(grad_x + offset, at.n_valid, g);
+    if (grad_x != nullptr) store_group<kWidth>(grad_x + offset, at.n_valid, g);
   }
   if constexpr (kGradBias) {
     LS_SHARED(float, shared, kTileSharedFloats);

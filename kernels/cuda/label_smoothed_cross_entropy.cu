@@ -16,6 +16,7 @@
 // Papers: Milakov & Gimelshein, Online normalizer calculation for softmax (2018); Wang et al., LightSeq2 (SC'22), 3.1.
 
 #include <cfloat>
+#include <cmath>
 #include <cstdio>
 
 #include "cuda/launch.cuh"
@@ -35,7 +36,7 @@ constexpr int kBatch = 2;
 // What a block may have without asking for more is 48 KB; 1 KB is left to the reduction. V <= 12,032 in fp32, 24,064 in 16 bits.
 constexpr int kMaxCacheBytes = 47 * 1024;
 
-// The maximum, sum of exp(x - max) and plain sum of a set of logits. `max` starts at -FLT_MAX, not -inf, so that logits of -inf
+// The maximum, sum of exp(x - max) and sum of x - shift of a set of logits. `max` starts at -FLT_MAX, not -inf, so that logits of -inf
 // (a masked class) give exp(-inf) = 0 and not exp(-inf + inf) = NaN.
 struct SoftmaxStats {
   float max, sum_exp, sum;
@@ -59,7 +60,7 @@ __device__ __forceinline__ float exponential(float x) {
 }
 
 template <typename scalar_t, int kCount>
-__device__ __forceinline__ void accumulate(SoftmaxStats& stats, const Vec<scalar_t, kCount>& v) {
+__device__ __forceinline__ void accumulate(SoftmaxStats& stats, const Vec<scalar_t, kCount>& v, float shift) {
   float max = stats.max;
 #pragma unroll
   for (int j = 0; j < kCount; ++j) max = fmaxf(max, static_cast<float>(v.elem[j]));
@@ -67,7 +68,7 @@ __device__ __forceinline__ void accumulate(SoftmaxStats& stats, const Vec<scalar
 #pragma unroll
   for (int j = 0; j < kCount; ++j) {
     sum_exp += exponential<scalar_t>(static_cast<float>(v.elem[j]) - max);
-    stats.sum += static_cast<float>(v.elem[j]);
+    stats.sum += static_cast<float>(v.elem[j]) - shift;
   }
   stats.max = max;
   stats.sum_exp = sum_exp;
@@ -90,8 +91,8 @@ struct RowSplit {
   __device__ __forceinline__ int64_t edge(int64_t i) const { return i < head ? i : n_cols - n_edge + i; }
 };
 
-// Out of line: cold. The 32 bytes of stack that ptxas reports for the forward kernels are printf's arguments, no spill.
-__device__ __noinline__ void refuse_target(int64_t row, int64_t target, int64_t n_cols, int64_t ignore_index) {
+// The 32 bytes of stack that ptxas reports for the forward kernels are printf's arguments, no spill.
+__device__ inline void refuse_target(int64_t row, int64_t target, int64_t n_cols, int64_t ignore_index) {
   printf("label_smoothed_cross_entropy: target[%lld] is %lld, expected 0 <= target < V = %lld or ignore_index = %lld; "
          "compare the dictionary that made the data with the model's\n",
          static_cast<long long>(row), static_cast<long long>(target), static_cast<long long>(n_cols),
@@ -110,7 +111,11 @@ __global__ void __launch_bounds__(kMaxThreads)
     label_smoothed_cross_entropy_forward_kernel(const LabelSmoothedCrossEntropyForward a, const Smoothing smoothing) {
   using V = Vec<scalar_t, kWidth>;
   LS_SHARED(SoftmaxStats, shared, kMaxWarps);
-  LS_DYNAMIC_SHARED(V, cache);
+  V* cache = nullptr;
+  if constexpr (kCached) {
+    LS_DYNAMIC_SHARED(V, row_cache);
+    cache = row_cache;
+  }
   const int64_t row = blockIdx.x, target = a.target[row];
   const auto* logits = static_cast<const scalar_t*>(a.logits) + row * a.n_cols;
   auto* grad = static_cast<scalar_t*>(a.grad) + row * a.n_cols;
@@ -131,8 +136,10 @@ __global__ void __launch_bounds__(kMaxThreads)
     return;
   }
 
-  // Read before the barrier: after it, other threads may be writing the gradient over it.
-  const float target_logit = thread == 0 ? static_cast<float>(logits[target]) : 0.0f;
+  // Logits enter sums and exponentials only as differences from the target's or the largest, which keeps their digits when
+  // all of them are large. (Read before the barrier: after it, other threads may be writing the gradient over it.)
+  const float target_logit = static_cast<float>(logits[target]);
+  const float shift = target_logit > -INFINITY ? target_logit : 0.0f;
   SoftmaxStats stats = SoftmaxStats::none();
   for (int64_t i = thread; i < split.n_vec; i += kBatch * n_threads) {
     V v[kBatch];
@@ -143,23 +150,28 @@ __global__ void __launch_bounds__(kMaxThreads)
     for (int b = 0; b < kBatch; ++b) {
       if (i + b * n_threads < split.n_vec) {
         if constexpr (kCached) cache[i + b * n_threads] = v[b];
-        accumulate(stats, v[b]);
+        accumulate(stats, v[b], shift);
       }
     }
   }
-  for (int64_t i = thread; i < split.n_edge; i += n_threads) accumulate(stats, load_vec<1>(logits + split.edge(i)));
+  for (int64_t i = thread; i < split.n_edge; i += n_threads)
+    accumulate(stats, load_vec<1>(logits + split.edge(i)), shift);
   stats = block_reduce(stats, shared);
-  const float log_sum_exp = stats.max + logf(stats.sum_exp);
 
   if (thread == 0) {
-    const float nll = log_sum_exp - target_logit;
+    const float nll = logf(stats.sum_exp) + (stats.max - target_logit);
     float loss = smoothing.loss_nll * nll;
-    // Without smoothing a logit of -inf costs nothing; 0 * inf would be NaN.
-    if (smoothing.loss_other != 0.0f) loss += smoothing.loss_other * (a.n_cols * log_sum_exp - stats.sum);
+    // -log q_v = log sum exp - x_v. Without smoothing a logit of -inf costs nothing; 0 * inf would be NaN.
+    if (smoothing.loss_other != 0.0f) {
+      const float log_sum_exp_shifted = logf(stats.sum_exp) + (stats.max - shift);
+      loss += smoothing.loss_other * (a.n_cols * log_sum_exp_shifted - stats.sum);
+    }
     a.loss[row] = loss;
     a.nll[row] = nll;
   }
   if constexpr (kGrad) {
+    const float scale = a.grad_scale / stats.sum_exp;
+    const float p_target = smoothing.p_target * a.grad_scale, p_other = smoothing.p_other * a.grad_scale;
     // In place of the logits v of the columns from col on.
     const auto to_gradient = [&](auto& v, int64_t col) {
       constexpr int kCount = sizeof(v) / sizeof(scalar_t);
@@ -167,9 +179,8 @@ __global__ void __launch_bounds__(kMaxThreads)
       const int target_at = distance >= 0 && distance < kCount ? static_cast<int>(distance) : -1;
 #pragma unroll
       for (int j = 0; j < kCount; ++j) {
-        const float q = exponential<scalar_t>(static_cast<float>(v.elem[j]) - log_sum_exp);
-        const float p = j == target_at ? smoothing.p_target : smoothing.p_other;
-        v.elem[j] = static_cast<scalar_t>((q - p) * a.grad_scale);
+        const float q = exponential<scalar_t>(static_cast<float>(v.elem[j]) - stats.max) * scale;
+        v.elem[j] = static_cast<scalar_t>(q - (j == target_at ? p_target : p_other));
       }
     };
 #pragma unroll 2
