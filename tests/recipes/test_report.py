@@ -1,0 +1,163 @@
+"""The quickstart's report, from records as timed_train.py writes them."""
+
+import json
+
+import pytest
+
+PHASES = {"forward": 40.0, "backward": 80.0, "clip": 10.0, "update": 20.0, "rest": 2.0}
+
+
+def update(number, speed=1.0, loss=None):
+    return {
+        "update": number,
+        "time_s": number * 0.152 / speed,
+        "step_ms": 152.0 / speed,
+        "phase_ms": {name: value / speed for name, value in PHASES.items()},
+        "tokens": 900,
+        "loss": 14 - 0.1 * number if loss is None else loss,
+        "nll_loss": 13.0,
+        "peak_rss_mib": 900.0,
+        "peak_gpu_mib": 0.0,
+    }
+
+
+def write_record(path, kind, updates, end=True):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    entries = [{"start": kind, "startup_s": 5.0, "threads": 2, "device": "CPU"}, *updates]
+    entries += [{"end": kind, "interrupted": False}] if end else []
+    with path.open("a") as record:
+        record.write("".join(json.dumps(entry) + "\n" for entry in entries))
+
+
+@pytest.fixture
+def out(tmp_path):
+    """A finished comparison: two rounds, ls twice as fast with the same losses."""
+    settings = {"device": "cpu", "device_name": "CPU", "precision": "fp32", "threads": 2, "seed": 1, "minutes": 4}
+    (tmp_path / "settings.json").write_text(json.dumps(settings))
+    for kind, speed in (("stock", 1.0), ("ls", 2.0)):
+        for index in (1, 2):
+            record = tmp_path / "runs" / f"{kind}-{index}" / "record.jsonl"
+            write_record(record, kind, [update(n, speed) for n in range(1, 41)])
+    return tmp_path
+
+
+def test_the_table_and_the_verdict(report, out):
+    comparison = report.collect(out).comparison
+    rows = {name.strip(): row for name, *row in report.comparison_rows(comparison)}
+    assert rows["ms per step"] == ["152.0", "76.0", "2.00x"]
+    assert rows["tokens/s"] == ["5,921", "11,842", "2.00x"]
+    assert rows["clip"] == ["10.0", "5.0", "2.00x"]
+    assert "ls trains 2.00x as fast as stock" in report.verdict(comparison)
+    assert comparison.repeats("stock") and comparison.repeats("ls")
+
+
+def test_no_speed_up_is_claimed_where_losses_differ(report, out):
+    for index in (1, 2):
+        record = out / "runs" / f"ls-{index}" / "record.jsonl"
+        record.unlink()
+        write_record(record, "ls", [update(n, 2.0, loss=14 - 0.05 * n) for n in range(1, 41)])
+    comparison = report.collect(out).comparison
+    assert not comparison.comparable
+    assert "no speed-up is claimed" in report.verdict(comparison)
+    assert all("x" not in row[3] for row in report.comparison_rows(comparison))
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
+def test_a_broken_loss_is_never_comparable(report, out, loss):
+    for index in (1, 2):
+        record = out / "runs" / f"ls-{index}" / "record.jsonl"
+        record.unlink()
+        write_record(record, "ls", [update(n, 2.0, loss=loss) for n in range(1, 41)])
+    assert not report.collect(out).comparison.comparable
+
+
+def test_a_run_that_does_not_repeat_is_told(report, out):
+    record = out / "runs" / "ls-2" / "record.jsonl"
+    record.unlink()
+    write_record(record, "ls", [update(n, 2.0, loss=14 - 0.1 * n + 1e-7 * (n == 7)) for n in range(1, 41)])
+    comparison = report.collect(out).comparison
+    assert not comparison.repeats("ls")
+    assert "ls NO (" in report.repeat_line(comparison)
+
+
+def test_warm_up_is_left_out(report, out):
+    run = report.read_run(out / "runs" / "stock-1" / "record.jsonl")
+    for slow in run.updates[: report.WARMUP_UPDATES]:
+        slow["step_ms"] = 9999.0
+    assert report.timing([run]).step_ms == 152.0
+
+
+def test_a_run_without_timed_updates_is_refused(report, tmp_path):
+    write_record(tmp_path / "record.jsonl", "ls", [update(n) for n in range(1, 11)])
+    with pytest.raises(report.RecordError, match="more than the 10 warm-up updates to be timed, got 10"):
+        report.timing([report.read_run(tmp_path / "record.jsonl")])
+
+
+def test_a_killed_run_is_continued_without_doing_updates_twice(report, tmp_path):
+    record = tmp_path / "record.jsonl"
+    write_record(record, "ls", [update(n) for n in range(41, 61)], end=False)
+    with record.open("a") as file:
+        file.write('{"update": 61, "time_')  # the kill came while this line was written
+    run = report.read_run(record)
+    assert [u["update"] for u in run.updates] == list(range(41, 61)) and not run.finished
+
+    record.unlink()
+    write_record(record, "ls", [update(n) for n in range(41, 61)], end=False)
+    write_record(record, "ls", [update(n) for n in range(51, 71)])
+    run = report.read_run(record)
+    assert [u["update"] for u in run.updates] == list(range(41, 71)) and run.finished
+    times = [u["time_s"] for u in run.updates]
+    assert times == sorted(times)
+
+
+def test_a_damaged_record_is_named_with_its_line(report, tmp_path):
+    record = tmp_path / "record.jsonl"
+    write_record(record, "ls", [update(1)])
+    record.write_text("garbage\n" + record.read_text())
+    with pytest.raises(report.RecordError, match=r"line 1: expected a line of timed_train\.py, got 'garbage'"):
+        report.read_run(record)
+    with pytest.raises(report.RecordError, match="must be a record"):
+        report.read_run(tmp_path / "none.jsonl")
+
+
+def test_runs_of_different_length_are_not_compared(report, out):
+    record = out / "runs" / "ls-2" / "record.jsonl"
+    record.unlink()
+    write_record(record, "ls", [update(n) for n in range(1, 31)])
+    with pytest.raises(report.RecordError, match="same number of updates in every run"):
+        report.collect(out)
+
+
+def test_report_files_and_the_closing_screen(report, out):
+    write_record(out / "runs" / "ls-train" / "record.jsonl", "ls", [update(n, 2.0) for n in range(41, 141)])
+    count = 30
+    translation = report.Translation(
+        sources=["神"] * count, references=["God"] * count, hypotheses=["God"] * (count - 1) + [""],
+        bleu="BLEU = 1.00", bleu_score=1.0, chrf_score=12.0, seconds=30.0,
+    )  # fmt: skip
+    (out / "translation.json").write_text(json.dumps(vars(translation)))
+    told = report.collect(out)
+    report.write(told)
+    assert (out / "loss_curves.png").read_bytes().startswith(b"\x89PNG")
+    text = (out / "report.md").read_text()
+    assert "2.00x" in text and "BLEU = 1.00" in text and text.count("- ja: ") == 5
+    screen = report.summary(told).splitlines()
+    assert len(screen) <= 24
+    assert any("100 updates to 140" in line for line in screen)
+
+
+def test_an_interrupted_quickstart_reports_what_it_has(report, out):
+    for index in (1, 2):
+        (out / "runs" / f"ls-{index}" / "record.jsonl").unlink()
+    told = report.collect(out)
+    told.interrupted = "(a) stock and ls in turn"
+    report.write(told)
+    assert told.comparison is None
+    assert "run.sh --continue" in report.summary(told)
+
+
+def test_hypotheses_come_back_in_the_splits_order(run_module):
+    text = "S-1\tx\nD-1\t-0.5\tsecond\nH-0\t-1\tx\nD-0\t-0.25\tfirst\n"
+    assert run_module.read_hypotheses(text, 2) == ["first", "second"]
+    with pytest.raises(run_module.QuickstartError, match="got 2 of 3; missing: \\[2\\]"):
+        run_module.read_hypotheses(text, 3)
