@@ -168,32 +168,69 @@ HOOK [[noreturn]] void __assert_fail(const char* expression, const char* file, u
   std::abort();
 }
 
-// ---- Source lines ----
+// ---- Source lines and names ----
 
 namespace simt::detail {
+namespace {
 
-// Asks addr2line, which comes with the compiler. Innermost inlined function first, the harness's own headers left out.
-std::string source_line(const void* pc) {
+// What addr2line, which comes with the compiler, prints about an address of this library; empty when it cannot tell.
+std::vector<std::string> ask_addr2line(const char* options, const void* address, ptrdiff_t shift) {
+  std::vector<std::string> lines;
   Dl_info info;
-  if (pc == nullptr || dladdr(pc, &info) == 0 || info.dli_fname == nullptr) return "";
-  if (std::strchr(info.dli_fname, '\'') != nullptr) return "";
+  if (dladdr(address, &info) == 0 || info.dli_fname == nullptr || std::strchr(info.dli_fname, '\'') != nullptr) return lines;
   char command[4200];
-  const auto offset = reinterpret_cast<uintptr_t>(pc) - reinterpret_cast<uintptr_t>(info.dli_fbase) - 1;
-  std::snprintf(command, sizeof(command), "addr2line -i -e '%s' %#zx 2>/dev/null", info.dli_fname,
-                static_cast<size_t>(offset));
+  const auto offset = static_cast<const char*>(address) - static_cast<const char*>(info.dli_fbase) + shift;
+  std::snprintf(command, sizeof(command), "addr2line %s -e '%s' %#tx 2>/dev/null", options, info.dli_fname, offset);
   FILE* pipe = popen(command, "r");
-  if (pipe == nullptr) return "";
-  std::string lines;
+  if (pipe == nullptr) return lines;
   char line[4096];
-  for (int n_frames = 0; std::fgets(line, sizeof(line), pipe) != nullptr;) {
-    std::string frame = base_name(line);
-    frame = frame.substr(0, frame.find_first_of(" \n"));
-    const bool own = frame.rfind("simt.h:", 0) == 0 || frame.rfind("runtime.h:", 0) == 0 || frame.rfind("??", 0) == 0 ||
-                     frame.rfind("tuple:", 0) == 0;
-    if (!own && n_frames++ < 3) lines += (lines.empty() ? "" : " in ") + frame;
+  while (std::fgets(line, sizeof(line), pipe) != nullptr) {
+    lines.emplace_back(line);
+    if (lines.back().back() == '\n') lines.back().pop_back();
   }
   pclose(pipe);
-  return lines.empty() ? "" : " (" + lines + ")";
+  return lines;
+}
+
+void remove_all(std::string& text, const char* part) {
+  for (size_t at; (at = text.find(part)) != std::string::npos;) text.erase(at, std::strlen(part));
+}
+
+}  // namespace
+
+// The innermost inlined function's line first, then up to two that called it; the harness's own headers are left out.
+std::string source_line(const void* pc) {
+  static std::map<const void*, std::string> known;
+  if (pc == nullptr) return "";
+  if (auto found = known.find(pc); found != known.end()) return found->second;
+  std::string text;
+  int n_frames = 0;
+  for (const std::string& line : ask_addr2line("-i", pc, -1)) {  // -1: a return address lies past the call
+    std::string frame = base_name(line.c_str());
+    frame = frame.substr(0, frame.find(' '));
+    const bool own = frame.rfind("simt.h:", 0) == 0 || frame.rfind("runtime.h:", 0) == 0 || frame.rfind("??", 0) == 0;
+    if (!own && n_frames++ < 3) text += (text.empty() ? "" : " in ") + frame;
+  }
+  return known[pc] = text.empty() ? text : " (" + text + ")";
+}
+
+// "kernel<float, 4>" from "void ls::cuda::(anonymous namespace)::kernel<float, 4>(ls::Params)"; where the debug information
+// does not tell, the launch's own words, in which the arguments of a template may be names.
+std::string kernel_name(const LaunchConfig& config) {
+  static std::map<const void*, std::string> known;
+  if (auto found = known.find(config.kernel); found != known.end()) return found->second;
+  const auto lines = ask_addr2line("-f -C", config.kernel, 0);
+  if (lines.empty() || lines[0] == "??") return config.kernel_name;
+  std::string name = lines[0];
+  remove_all(name, "(anonymous namespace)::");
+  int depth = 0;
+  size_t begin = 0, end = 0;
+  for (; end < name.size() && (depth > 0 || name[end] != '('); ++end) {
+    if (name[end] == '<') ++depth;
+    if (name[end] == '>') --depth;
+    if (depth == 0 && (name[end] == ' ' || name[end] == ':')) begin = end + 1;
+  }
+  return known[config.kernel] = name.substr(begin, end - begin);
 }
 
 }  // namespace simt::detail

@@ -81,9 +81,10 @@ void refine(Region& r, size_t offset, size_t n) {
   std::swap(coarse.cells, r.cells);
   coarse.cells_bytes = r.cells_bytes;
   const int split = r.granule_log2 - width;
+  const bool sparse = coarse.cells_bytes > kPooledCellBytes;  // do not touch all of it: better forget what it knows
   const size_t n_coarse = (r.size >> r.granule_log2) + 1;
   acquire_cells(r, width);
-  for (size_t i = 0; i < n_coarse; ++i) {
+  for (size_t i = 0; i < n_coarse && !sparse; ++i) {
     for (size_t j = i << split; j < (i + 1) << split && j <= r.size >> width; ++j) r.cells[j] = coarse.cells[i];
   }
   release_cells(coarse);

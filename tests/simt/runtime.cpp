@@ -49,7 +49,8 @@ struct Scheduler {
 
   std::string fault;
   std::exception_ptr thrown;
-  std::vector<std::pair<const void*, size_t>> shared_arrays;  // key and index of the launch's LS_SHARED sites
+  std::vector<std::pair<const void*, uintptr_t>> shared_arrays;  // key and address of the launch's LS_SHARED sites
+  uintptr_t dynamic_shared = 0;
 };
 
 Scheduler& scheduler = *new Scheduler;  // never destroyed: a kernel may run while the process exits
@@ -208,9 +209,7 @@ std::string whereabouts_of_block() {
 }
 
 std::string prefix(const Thread* t) {
-  std::string name = launch_state.config.kernel_name;
-  if (name.size() > 2 && name.front() == '(' && name.back() == ')') name = name.substr(1, name.size() - 2);
-  std::string text = "simt: " + name + ": block " + describe(launch_state.block_index);
+  std::string text = "simt: " + kernel_name(launch_state.config) + ": block " + describe(launch_state.block_index);
   if (t != nullptr) text += ", thread " + describe(t->id);
   return text + ": ";
 }
@@ -393,18 +392,10 @@ void* shared_array(const void* key, const char* name, size_t n_bytes, size_t ali
   return reinterpret_cast<void*>(region->base);
 }
 
-namespace {
-const char dynamic_key = 0;
-}
-
 void* dynamic_shared(const char* name, size_t align, Site site) {
-  auto& s = scheduler;
   if (!in_kernel) fail("LS_DYNAMIC_SHARED outside of a kernel");
   if (align > 16) fault(format("LS_DYNAMIC_SHARED %s: CUDA aligns it to 16 bytes, the type asks for %zu", name, align), site);
-  for (const auto& [known, address] : s.shared_arrays) {
-    if (known == &dynamic_key) return reinterpret_cast<void*>(address);
-  }
-  fault(format("LS_DYNAMIC_SHARED %s: the launch must pass smem_bytes > 0, got 0", name), site);
+  return reinterpret_cast<void*>(scheduler.dynamic_shared);
 }
 
 void allow_dynamic_shared(const void* kernel, size_t smem_bytes) {
@@ -418,7 +409,7 @@ namespace {
 
 void check_config(const LaunchConfig& c) {
   const auto refuse = [&](const std::string& what) {
-    throw std::runtime_error(std::string("simt: ") + c.kernel_name + ": " + what);
+    throw std::runtime_error("simt: " + kernel_name(c) + ": " + what);
   };
   const uint64_t n_threads = static_cast<uint64_t>(c.block.x) * c.block.y * c.block.z;
   if (n_threads < 1 || n_threads > kMaxThreads || c.block.z > 64) {
@@ -518,9 +509,7 @@ void run(const LaunchConfig& config, void (*body)(void*), void* call, size_t cal
   struct End {
     ~End() { end_launch_memory(); }
   } end;
-  if (config.smem_bytes > 0) {
-    s.shared_arrays.emplace_back(&dynamic_key, add_shared_array("dynamic shared memory", config.smem_bytes, 16)->base);
-  }
+  s.dynamic_shared = add_shared_array("dynamic shared memory", config.smem_bytes, 16)->base;  // may be empty
   blockDim_storage = config.block;
   gridDim_storage = config.grid;
   const BlockOrder order(static_cast<uint64_t>(config.grid.x) * config.grid.y * config.grid.z);

@@ -114,6 +114,7 @@ extern __attribute__((tls_model("initial-exec"))) thread_local bool in_kernel;
 [[noreturn]] void fault(const std::string& what, Site site);
 void report_host_fault(const std::string& what);  // kept until the next launch, which then fails with it
 std::string source_line(const void* pc);          // " (file.cu:12)", or nothing
+std::string kernel_name(const LaunchConfig& config);  // with its template arguments
 std::string base_name(const char* path);
 std::string describe(uint3 v);
 

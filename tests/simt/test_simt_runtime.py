@@ -23,7 +23,7 @@ KERNELS = Path(__file__).parent / "kernels"
 # Function of wrong.cu: what the report must say (a regular expression). The place is a source line where that is known.
 WRONG = {
     # divergent barriers
-    "exit_before_barrier": r"divergent barrier: threads 0-39 at __syncthreads \(wrong.cu:\d+\); threads 40-63 exited",
+    "exit_before_barrier": r"^simt: exit_before_barrier_kernel: block \(0,0,0\): divergent barrier: threads 0-39 at __syncthreads \(wrong.cu:\d+\); threads 40-63 exited",
     "barrier_in_each_branch": r"divergent barrier: threads 0-31 at __syncthreads \(wrong.cu:(\d+)\); "
     r"threads 32-63 at __syncthreads \(wrong.cu:(?!\1\))",
     "shuffle_with_exited_lanes": r"divergent barrier: threads 0-15,32-47 at __shfl_xor_sync with mask 0xffffffff "
@@ -39,7 +39,7 @@ WRONG = {
     # shared memory read before it is written
     "unwritten_static": r"thread \(31,0,0\): read of shared array 'partial', byte 124, which no thread .* \(wrong.cu:\d+",
     "unwritten_dynamic": r"read of shared array 'dynamic shared memory', byte 0, which no thread of the block has written",
-    "unwritten_byte": r"read of shared array 'word', byte 1, which no thread of the block has written",
+    "unwritten_byte": r"^simt: unwritten_byte_kernel<short, 3>: block \(0,0,0\), thread \(0,0,0\): read of shared array 'word', byte 2, which no thread of the block has written",
     "left_by_another_block": r"block \(1,0,0\), thread \(0,0,0\): read of shared array 'total', byte 0, which no thread",
     "atomic_on_unwritten": r"atomic update of shared array 'counter', byte 0, which no thread .* \(wrong.cu:\d+",
     # out of bounds
@@ -85,13 +85,13 @@ WRONG = {
     "grid_too_high": r"grid must lie within .*, got \(1,65536,1\)",
     "too_much_dynamic_shared": r"smem_bytes must be at most 49152 .*cudaFuncSetAttribute\), got 50176",
     "too_much_static_shared": r"LS_SHARED tile: static shared memory must stay within 49152 bytes",
-    "forgotten_dynamic_size": r"LS_DYNAMIC_SHARED scratch: the launch must pass smem_bytes > 0, got 0",
+    "forgotten_dynamic_size": r"0 bytes past the end of shared array 'dynamic shared memory' of 0 bytes",
 }
 # Where the order of threads decides which of the reports comes first, the shuffled runs only ask for some report.
 ANY_ORDER_REPORT = r"simt: |^thrown by a thread$"
 
 RIGHT = (
-    "block_sum shared_per_instance reverse large_dynamic_shared narrow_neighbours barrier_predicates indices "
+    "block_sum shared_per_instance unused_dynamic reverse large_dynamic_shared narrow_neighbours barrier_predicates indices "
     "shuffle_types half_warps votes warp_transpose partial_warp histogram last_block_sum compare_and_swap vectors "
     "constants params full_block many_blocks in_place"
 ).split()

@@ -44,6 +44,12 @@ __global__ void reverse_kernel(double* x) {
   x[threadIdx.x] = tile[blockDim.x - 1 - threadIdx.x];
 }
 
+__global__ void unused_dynamic_kernel(int* out, bool use) {
+  LS_DYNAMIC_SHARED(int, scratch);
+  if (use) scratch[0] = 1;
+  out[0] = 1;
+}
+
 // Bytes and halves of one word that belong to different threads do not meet.
 __global__ void narrow_neighbours_kernel(unsigned char* bytes, short* halves) {
   LS_SHARED(unsigned char, tile, 64);
@@ -193,6 +199,7 @@ TEST(reverse, Buffer<double> x(64, "x"); for (int i = 0; i < 64; ++i) x.host[i] 
 TEST(large_dynamic_shared, Buffer<double> x(64, "x");
      cudaFuncSetAttribute(reverse_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, 100 * 1024);
      LS_LAUNCH(reverse_kernel, 1, 64, 100 * 1024, nullptr, x.data()))
+TEST(unused_dynamic, Buffer<int> out(1, "out"); LS_LAUNCH(unused_dynamic_kernel, 1, 1, 0, nullptr, out.data(), false))
 TEST(narrow_neighbours, Buffer<unsigned char> bytes(64, "bytes"); Buffer<short> halves(64, "halves");
      LS_LAUNCH(narrow_neighbours_kernel, 1, 64, 0, nullptr, bytes.data(), halves.data());
      expect(bytes.host[63] == 64 && halves.host[62] == 62 && halves.host[63] == 126, "neighbours"))

@@ -79,12 +79,13 @@ __global__ void unwritten_dynamic_kernel(float* out) {
 }
 TEST(unwritten_dynamic, Buffer<float> out(32, "out"); LS_LAUNCH(unwritten_dynamic_kernel, 1, 32, 128, nullptr, out.data()))
 
+template <typename T, int kValue>
 __global__ void unwritten_byte_kernel(int* out) {
   LS_SHARED(int, word, 1);
-  reinterpret_cast<char*>(&word[0])[0] = 1;  // three bytes are missing
+  reinterpret_cast<T*>(&word[0])[0] = kValue;  // two bytes are missing
   out[0] = word[0];
 }
-TEST(unwritten_byte, Buffer<int> out(1, "out"); LS_LAUNCH(unwritten_byte_kernel, 1, 1, 0, nullptr, out.data()))
+TEST(unwritten_byte, Buffer<int> out(1, "out"); LS_LAUNCH((unwritten_byte_kernel<short, 3>), 1, 1, 0, nullptr, out.data()))
 
 __global__ void left_by_another_block_kernel(int* out) {
   LS_SHARED(int, total, 1);
