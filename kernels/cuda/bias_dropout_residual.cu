@@ -1,6 +1,6 @@
 // y = residual + dropout(x + bias), and its backward.
 //
-//   x, residual, y (N, C), bias (C,); fp32, fp16 or bf16, computed in fp32 and rounded once. bias and residual may be absent.
+//   x, residual, y (N, C), bias (C,) in fp32, fp16 or bf16, computed in fp32 and rounded once; bias and residual may be absent
 //   forward  y      = residual + keep * scale * (x + bias)            keep from Philox, see common/philox.h
 //   backward grad_x = keep * scale * grad_y                           the same draws again: nothing is saved
 //            grad_bias = sum over rows of grad_x, before rounding     two stages, column_sum.cuh

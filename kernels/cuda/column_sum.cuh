@@ -59,8 +59,8 @@ __device__ __forceinline__ void sum_tile_columns(const float (&sum)[kTileColumns
   sum_over_teams(shared, blockDim.y, pitch, n_cols < tile_cols ? n_cols : tile_cols, out);
 }
 
-// Stage 2. partials: (n_outputs, n_partials, n_cols). Block (32, 32), grid (ceil(n_cols / 32), n_outputs): thread (x, y) sums the
-// partials y, y + 32, … of column x, reading 128 consecutive bytes per warp; then warp y sums column y by shuffles, the
+// Stage 2. partials: (n_outputs, n_partials, n_cols). Block (32, 32), grid (ceil(n_cols / 32), n_outputs): thread (x, y) sums
+// the partials y, y + 32, … of column x, reading 128 consecutive bytes per warp; then warp y sums column y by shuffles, the
 // shared tile being read across (33 words a row: no bank conflict).
 template <typename scalar_t>
 __global__ void __launch_bounds__(kWarpSize * kWarpSize)

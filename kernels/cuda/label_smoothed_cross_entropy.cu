@@ -5,13 +5,13 @@
 //   nll  = -log q[target]
 //   loss = -sum_v p_v log q_v = (1 - epsilon - epsilon / (V - 1)) nll + epsilon / (V - 1) sum_v -log q_v
 //   grad = (q - p) * grad_scale          may be written over the logits
-// All outputs are overwritten (=). A row whose target is ignore_index gives zeros and its logits are not read. A target outside
-// [0, V) prints a message and traps: never a read out of bounds, never a silent loss.
+// All outputs are overwritten (=). A row whose target is ignore_index gives zeros and its logits are not read. A target
+// outside [0, V) prints a message and traps: never a read out of bounds, never a silent loss.
 //
 // A block owns a row. Pass 1 reduces the maximum, the sum of exponentials (online: rescaled when the maximum grows) and the
-// sum of the logits together, with one barrier; pass 2 writes the gradient. Rows of up to kMaxCacheBytes wait in shared memory,
-// each thread taking back the vectors that it put there itself; longer rows are read again from L2, where they fit: four rows
-// of 128 KB (V = 32,000 in fp32) on each of 132 multiprocessors would be 67 MB, in 16 bits 34 MB of an H100's 50 MB.
+// sum of the logits together, with one barrier; pass 2 writes the gradient. Rows of up to kMaxCacheBytes wait in shared
+// memory, each thread taking back the vectors that it put there itself. Longer rows are read again, in 16 bits mostly from
+// L2: three rows of 64 KB (V = 32,000) on each of 132 multiprocessors are 25 MB of an H100's 50 MB.
 // Rows may start at any element: up to kWidth - 1 elements at either end are done one by one, the rest in 16-byte vectors.
 // Papers: Milakov & Gimelshein, Online normalizer calculation for softmax (2018); Wang et al., LightSeq2 (SC'22), 3.1.
 
@@ -33,11 +33,12 @@ constexpr int kMaxThreads = 512;
 // Vectors that a thread loads before it uses the first: the exponentials then overlap with the next loads.
 constexpr int kBatch = 2;
 
-// What a block may have without asking for more is 48 KB; 1 KB is left to the reduction. V <= 12,032 in fp32, 24,064 in 16 bits.
+// What a block may have without asking for more is 48 KB; 1 KB is left to the reduction. That is V <= 12,032 in fp32, 24,064
+// in 16 bits.
 constexpr int kMaxCacheBytes = 47 * 1024;
 
-// The maximum, sum of exp(x - max) and sum of x - shift of a set of logits. `max` starts at -FLT_MAX, not -inf, so that logits of -inf
-// (a masked class) give exp(-inf) = 0 and not exp(-inf + inf) = NaN.
+// The maximum, the sum of exp(x - max) and the sum of x - shift of a set of logits. `max` starts at -FLT_MAX, not -inf, so
+// that logits of -inf (a masked class) give exp(-inf) = 0 and not exp(-inf + inf) = NaN.
 struct SoftmaxStats {
   float max, sum_exp, sum;
 
@@ -52,8 +53,9 @@ struct SoftmaxStats {
   }
 };
 
-// 16-bit logits carry 2^-9 or 2^-12 of relative error themselves: the fast exponential's 2^-21 is enough for them, and its two
-// instructions keep the kernel memory-bound where expf's eight would not (3.7 elements per cycle and multiprocessor, twice).
+// 16-bit logits carry 2^-9 or 2^-12 of relative error themselves: the fast exponential's 2^-21 is enough for them, and its
+// two or three instructions keep the kernel memory-bound where expf's eight might not: an H100's bandwidth brings 3.7 elements
+// per cycle to a multiprocessor, each is exponentiated twice, and 128 lanes are issued per cycle.
 template <typename scalar_t>
 __device__ __forceinline__ float exponential(float x) {
   return sizeof(scalar_t) == 2 ? __expf(x) : expf(x);

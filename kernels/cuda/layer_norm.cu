@@ -6,10 +6,10 @@
 //             grad_weight = sum over rows of grad_y * xhat, grad_bias = sum over rows of grad_y        (column_sum.cuh)
 // All outputs are overwritten (=). Both sums of the backward travel in one reduction.
 //
-// Rows of up to kMaxTeamColumns: a team of lanes, mostly a warp, owns a row and keeps it in registers; x, and in the backward
-// grad_y, are read once, and there is no barrier. The row being in registers, the variance is the exact two-pass one: a second
-// reduction by shuffles, no second read. In the backward each lane keeps the gamma and beta sums of its columns over all the
-// rows of its block's chunk, so that stage 1 of the column sums costs no traffic but its partials.
+// Rows of up to kMaxTeamColumns: a team of lanes, mostly a warp, owns a row and keeps it in registers; x, and in the
+// backward grad_y, are read once, and there is no barrier. The row being in registers, the variance is the exact two-pass
+// one: a second reduction by shuffles, no second read. In the backward each lane keeps the gamma and beta sums of its columns
+// over all the rows of its block's chunk, so that stage 1 of the column sums costs no traffic but its partials.
 // Longer rows: a block owns a row and makes one pass for the statistics (Welford) or the two sums, then reads the row again,
 // by now in L1 or L2 (a row of 8,192 columns in 16 bits is 16 KB); the column sums are a kernel of their own.
 // Papers: Ba et al., Layer normalization (2016); Wang et al., LightSeq2 (SC'22), section 3.1, for the single reduction.
@@ -140,7 +140,8 @@ __global__ void __launch_bounds__(kLongRowThreads) layer_norm_forward_long_kerne
   }
 }
 
-// Block b owns the rows of chunk b, its teams every n_teams-th of them. Lanes without a column hold zeros in all three, which add nothing to any sum.
+// Block b owns the rows of chunk b, its teams every kTeams-th of them. Lanes without a column hold zeros for x, grad_y and
+// weight, which add nothing to any sum.
 template <typename scalar_t, int kWidth, typename Shape, bool kGradParams>
 __global__ void __launch_bounds__(Shape::backward_threads(kWidth))
     layer_norm_backward_kernel(const LayerNormBackward a, int64_t rows_per_chunk) {
@@ -300,7 +301,8 @@ __global__ void __launch_bounds__(kTileThreads)
 template <typename scalar_t, int kWidth>
 void forward(const char* op, const LayerNormForward& a, cudaStream_t stream) {
   if (a.n_cols > kMaxTeamColumns) {
-    LS_LAUNCH((layer_norm_forward_long_kernel<scalar_t, kWidth>), grid_of(op, a.n_rows), dim3(kLongRowThreads), 0, stream, a);
+    LS_LAUNCH((layer_norm_forward_long_kernel<scalar_t, kWidth>), grid_of(op, a.n_rows), dim3(kLongRowThreads), 0, stream,
+              a);
     return;
   }
   with_row_shape(a.n_cols, [&](auto shape) {
@@ -316,7 +318,8 @@ void backward(const char* op, const LayerNormBackward& a, cudaStream_t stream) {
   const bool grad_params = a.grad_weight != nullptr || a.grad_bias != nullptr;
   const int64_t rows_per_partial = column_sum_rows_per_partial(a.n_rows);
   if (a.n_cols > kMaxTeamColumns) {
-    LS_LAUNCH((layer_norm_backward_long_kernel<scalar_t, kWidth>), grid_of(op, a.n_rows), dim3(kLongRowThreads), 0, stream, a);
+    LS_LAUNCH((layer_norm_backward_long_kernel<scalar_t, kWidth>), grid_of(op, a.n_rows), dim3(kLongRowThreads), 0, stream,
+              a);
     if (!grad_params) return;
     check_launch(op);
     const Tile tile(a.n_rows, a.n_cols);

@@ -16,6 +16,8 @@ constexpr int kVecBytes = 16;
 template <typename scalar_t>
 constexpr int kVecWidth = kVecBytes / static_cast<int>(sizeof(scalar_t));
 
+// Its alignment makes a load one instruction, LDG.E.128 for 16 bytes. A struct of scalar_t, not a uint4: an access through it
+// may alias scalar_t.
 template <typename scalar_t, int kWidth>
 struct alignas(sizeof(scalar_t) * kWidth) Vec {
   scalar_t elem[kWidth];
@@ -26,8 +28,8 @@ __device__ __forceinline__ Vec<scalar_t, kWidth> load_vec(const scalar_t* p) {
   return *reinterpret_cast<const Vec<scalar_t, kWidth>*>(p);
 }
 
-// The stores are written out for nvcc: left to itself it takes the struct apart (a uint4 too), and where the elements come out of
-// selects, as they do from dropout, stores them in pieces of 2 or 4 bytes.
+// The stores are written out for nvcc: left to itself it takes the struct apart (a uint4 too), and where the elements come
+// out of selects, as they do from dropout, stores them in pieces of 2 or 4 bytes.
 template <typename scalar_t, int kWidth>
 __device__ __forceinline__ void store_vec(scalar_t* p, const Vec<scalar_t, kWidth>& v) {
 #if defined(__CUDA_ARCH__)
@@ -71,8 +73,8 @@ __device__ __forceinline__ void store_floats(scalar_t* p, const float* in) {
   store_vec(p, v);
 }
 
-// The first n_valid (<= kCount) of kCount elements, in accesses of kWidth; n_valid is a multiple of kWidth. The rest of `out`
-// becomes zero. Unrolled with guards, so that `out` stays in registers.
+// The first n_valid (of at most kCount) elements, in accesses of kWidth; below kCount, n_valid is a multiple of kWidth. The
+// rest of `out` becomes zero. Unrolled with guards, so that `out` stays in registers.
 template <int kWidth, int kCount, typename scalar_t>
 __device__ __forceinline__ void load_group(const scalar_t* p, int64_t n_valid, float (&out)[kCount]) {
 #pragma unroll
