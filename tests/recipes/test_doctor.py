@@ -5,9 +5,9 @@ import subprocess
 import sys
 
 import pytest
-from tests.recipes.conftest import ROOT
 
 from ls_plugin.cli import doctor
+from tests.recipes.conftest import ROOT
 
 TORCH = {"version": "2.13.0+cpu", "cuda_build": None, "gpus": [], "capabilities": [], "threads": 2}
 GPU = {"version": "2.13.0", "cuda_build": "13.0", "gpus": ["NVIDIA H200"], "capabilities": ["90"], "threads": 16}

@@ -1,3 +1,4 @@
+# ruff: noqa: RUF001  (the text is Japanese, its full-width marks are meant)
 """Cleaning, splits and the cache of the quickstart's data."""
 
 import json

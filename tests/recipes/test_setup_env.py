@@ -6,11 +6,10 @@ import subprocess
 import sys
 
 import pytest
+
 from tests.recipes.conftest import ROOT
 
-TOOLS = (
-    "awk bash cat df dirname env find flock grep head id mkdir mktemp rm sed sha256sum sleep sort tail touch tr uname xargs"
-).split()
+TOOLS = ["awk", "bash", "cat", "df", "dirname", "env", "find", "flock", "grep", "head", "id", "mkdir", "mktemp", "rm", "sed", "sha256sum", "sleep", "sort", "tail", "touch", "tr", "uname", "xargs"]
 
 
 class Machine:

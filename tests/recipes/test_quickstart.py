@@ -1,0 +1,121 @@
+"""The quickstart itself, on a little of its real data."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.recipes.conftest import QUICKSTART
+
+UPDATES = 12
+
+
+def test_flags_are_checked_before_anything_runs(run_module, capsys):
+    for flags, words in ((["--updates", "3"], "--updates must be at least 11, got 3"), (["--minutes", "0"], "--minutes must be")):
+        with pytest.raises(SystemExit) as stopped:
+            run_module.parse_args(flags)
+        assert stopped.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_continue_needs_something_to_go_on_from(run_module, tmp_path):
+    args = run_module.parse_args(["--continue", "--out", str(tmp_path), "--device", "cpu"])
+    with pytest.raises(run_module.QuickstartError, match="needs an earlier quickstart"):
+        run_module.Quickstart(args, run_module.Display()).start()
+    (tmp_path / "settings.json").write_text(json.dumps({"seed": 7}))
+    with pytest.raises(run_module.QuickstartError, match=r"the same settings, changed: .*seed 7 -> 1"):
+        run_module.Quickstart(args, run_module.Display()).start()
+
+
+def test_a_full_disk_is_told_before_anything_runs(run_module, tmp_path, monkeypatch):
+    monkeypatch.setattr(run_module, "FREE_MIB", 1 << 40)
+    args = run_module.parse_args(["--out", str(tmp_path), "--device", "cpu"])
+    with pytest.raises(run_module.QuickstartError, match="MiB of free disk are needed"):
+        run_module.Quickstart(args, run_module.Display()).start()
+
+
+def test_a_failing_training_shows_the_end_of_its_log(run_module, tmp_path):
+    args = run_module.parse_args(["--out", str(tmp_path), "--device", "cpu", "--threads", "1"])
+    quickstart = run_module.Quickstart(args, run_module.Display())
+    with pytest.raises(run_module.QuickstartError, match=r"(?s)ls training ended with status \d+; .*data: must be a directory"):
+        quickstart.train("ls", "ls-1", [], lambda *_: None, target=1)
+
+
+@pytest.fixture(scope="module")
+def small_data(run_module, tmp_path_factory):
+    """The real data, cut: 400 training verses, 32 to validate, 32 to translate."""
+    data = run_module.prepare
+    books = data.read_verses()
+    kept = {book: books[book][:8] for book in data.VALID_BOOKS + data.TEST_BOOKS} | {"Genesis": books["Genesis"][:400]}
+    out, patch = tmp_path_factory.mktemp("quickstart"), pytest.MonkeyPatch()
+    train = data.train_sentencepiece
+    patch.setattr(data, "read_verses", lambda: kept)
+    patch.setattr(data, "train_sentencepiece", lambda text, model: train(text, model, vocabulary=1600))
+    data.prepare(out / "data", lambda _: None)
+    patch.undo()
+    return out
+
+
+def quickstart(run_module, out, *flags):
+    arguments = ["--out", str(out), "--device", "cpu", "--threads", "1", "--updates", str(UPDATES), "--minutes", "0.05", *flags]
+    return run_module.Quickstart(run_module.parse_args(arguments), run_module.Display()).run()
+
+
+@pytest.mark.slow
+def test_all_of_it_twice(run_module, small_data, capsys):
+    assert quickstart(run_module, small_data) == 0
+    screen = capsys.readouterr().out
+    assert "same seed, same losses: stock yes" in screen and ", ls yes" in screen
+    assert "BLEU" in screen and screen.count("  ref  ") == 5
+    assert "1.00x" not in screen.split("tokens/s")[0]
+    told = run_module.report.collect(small_data)
+    assert told.comparison.updates == UPDATES and told.comparison.comparable
+    assert told.training.updates[0]["update"] == UPDATES + 1  # (b) goes on from (a)'s checkpoint
+    assert told.training.valid
+    assert {path.name for path in small_data.iterdir()} >= {"report.md", "loss_curves.png", "checkpoints", "generate.txt"}
+
+    last = told.training.updates[-1]["update"]
+    digests = [run.loss_digest() for runs in told.comparison.runs.values() for run in runs]
+    assert quickstart(run_module, small_data, "--continue") == 0
+    assert capsys.readouterr().out.count("kept from before") == 4
+    assert run_module.report.collect(small_data).training.updates[-1]["update"] > last
+
+    assert quickstart(run_module, small_data, "--rounds", "1") == 0  # from scratch again: the same losses
+    again = run_module.report.collect(small_data).comparison
+    assert {run.loss_digest() for runs in again.runs.values() for run in runs} == set(digests)
+
+
+@pytest.mark.slow
+def test_an_interrupt_saves_and_the_next_run_goes_on_as_if_it_had_not_been(run_module, small_data, tmp_path):
+    """Losses of an interrupted and continued ls training, against one that was not, bit for bit."""
+
+    def start(name, max_update):
+        record = tmp_path / name / "record.jsonl"
+        record.parent.mkdir(exist_ok=True)
+        options = {**run_module.KINDS["ls"], **run_module.MODEL, **run_module.TRAINING, "--seed": 1, "--max-update": max_update}
+        command = [sys.executable, str(QUICKSTART / "timed_train.py"), str(record), "ls", "--", str(small_data / "data" / "bin")]
+        command += ["--task", "translation", "--share-all-embeddings", "--no-progress-bar", "--cpu", "--disable-validation"]
+        command += [*run_module.flags(options), "--save-dir", str(record.parent / "checkpoints"), "--no-epoch-checkpoints"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        with (record.parent / "log.txt").open("a") as log:
+            return record, subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+
+    whole, process = start("whole", 10)
+    assert process.wait(300) == 0
+
+    cut, process = start("cut", 10)
+    deadline = time.monotonic() + 200
+    while not (cut.exists() and '"update": 2,' in cut.read_text()):
+        assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "cut" / "log.txt").read_text()[-2000:]
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(100) == 0
+    stopped = run_module.report.read_run(cut)
+    assert stopped.interrupted and 2 <= len(stopped.updates) < 10
+    assert (tmp_path / "cut" / "checkpoints" / "checkpoint_last.pt").exists()
+    _, process = start("cut", 10)
+    assert process.wait(300) == 0
+    assert run_module.report.read_run(cut).losses == run_module.report.read_run(whole).losses
