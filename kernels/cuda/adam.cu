@@ -63,9 +63,11 @@ __global__ void __launch_bounds__(kThreads)
   }
 #pragma unroll 1  // unrolled, this cold loop would cost the vectors above their registers
   for (int64_t i = begin < 0 ? 0 : begin; i < begin + kElements && i < a.n_elem; ++i) {
-    float p = static_cast<float>(param[i]);
-    update(a, constants, static_cast<float>(grad[i]) * grad_scale, p, a.exp_avg[i], a.exp_avg_sq[i]);
+    float p = static_cast<float>(param[i]), m = a.exp_avg[i], v = a.exp_avg_sq[i];
+    update(a, constants, static_cast<float>(grad[i]) * grad_scale, p, m, v);
     param[i] = static_cast<param_t>(p);
+    a.exp_avg[i] = m;
+    a.exp_avg_sq[i] = v;
     if (a.zero_grad) grad[i] = static_cast<grad_t>(0.0f);
   }
 }
