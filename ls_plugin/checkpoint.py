@@ -28,6 +28,7 @@ import numpy as np
 import omegaconf
 import torch
 from fairseq import checkpoint_utils
+from fairseq.distributed import utils as distributed_utils
 from fairseq.file_io import PathManager
 from fairseq.logging import meters
 from omegaconf import OmegaConf, open_dict
@@ -38,6 +39,8 @@ from ls_plugin.models.transformer import PREFIX, stock_name
 logger = logging.getLogger(__name__)
 
 _NAMES_KEY = "ls_plugin"  # where a checkpoint keeps the ls_ names
+# What torch's readers and fairseq's upgrade of old states raise on damaged or foreign files, found by damaging files.
+_LOADING_ERRORS = (pickle.UnpicklingError, AttributeError, EOFError, LookupError, OSError, RuntimeError, TypeError, UnicodeDecodeError)
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -64,19 +67,22 @@ def _safe_globals() -> list:
     """The classes that checkpoints of fairseq hold besides tensors, found by listing what its runs wrote.
 
     Configurations: Namespace, and omegaconf's containers in files of fairseq 0.10. Metrics and scores: numpy arrays and scalars (evaluation
-    with BLEU logs them), and the meters in files before fairseq 0.9.
+    with BLEU logs them), and the meters in files before fairseq 0.9. Between ranks: fairseq sends a checkpoint with placeholders for its tensors.
     """
-    numpy_functions = [np._core.multiarray._reconstruct, np._core.multiarray.scalar]
-    # numpy 1 pickled the same functions under another module name.
-    numpy_1_names = [(f, f"numpy.core.multiarray.{f.__name__}") for f in numpy_functions]
-    numpy_dtypes = [getattr(np.dtypes, name) for name in np.dtypes.__all__]
+    multiarray = np._core.multiarray if hasattr(np, "_core") else np.core.multiarray
+    numpy_functions = [multiarray._reconstruct, multiarray.scalar]
+    # numpy 1 and 2 pickle the same functions under different module names.
+    numpy_names = [(f, f"numpy.{core}.multiarray.{f.__name__}") for f in numpy_functions for core in ("core", "_core")]
+    numpy_dtypes = {type(np.dtype(code)) for code in np.typecodes["All"]}
     configuration = [argparse.Namespace, omegaconf.DictConfig, omegaconf.ListConfig]
     configuration += [omegaconf.base.ContainerMetadata, omegaconf.base.Metadata]
     configuration += [getattr(omegaconf, f"{kind}Node") for kind in ("Any", "Boolean", "Enum", "Float", "Integer", "String")]
     configuration += [bool, dict, float, int, list, str, collections.defaultdict, typing.Any]  # omegaconf notes the types of values
     meter_classes = [meters.AverageMeter, meters.StopwatchMeter, meters.TimeMeter]
     meter_classes += [(meter, f"fairseq.meters.{meter.__name__}") for meter in meter_classes]
-    return [*configuration, np.ndarray, np.dtype, *numpy_functions, *numpy_1_names, *numpy_dtypes, codecs.encode, *meter_classes]
+    between_ranks = [distributed_utils._TensorPlaceholder]
+    numpy_classes = [np.ndarray, np.dtype, *numpy_dtypes, *numpy_names, codecs.encode]
+    return [*configuration, *numpy_classes, *meter_classes, *between_ranks]
 
 
 def _load_checkpoint(stock, cfg, trainer, **kwargs):
@@ -127,7 +133,7 @@ def _explained(path):
         _check_sums(path)
     try:
         yield
-    except (pickle.UnpicklingError, EOFError, RuntimeError, KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
+    except _LOADING_ERRORS as error:
         foreign = _foreign_classes(path)
         if foreign:
             raise CheckpointError(

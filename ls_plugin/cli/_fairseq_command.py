@@ -23,16 +23,20 @@ PLUGIN_DIR = Path(__file__).resolve().parents[1]
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
 
-def run(command: str, cli_main: Callable[[], None]) -> None:
+def run(command: str, cli_main: Callable[[], None], required: tuple[str, ...] = ()) -> None:
     """Runs one of fairseq's ``cli_main`` functions on ``sys.argv``, and exits.
 
     Args:
         command: name of the console script, for messages.
         cli_main: reads ``sys.argv``; its worker function should be wrapped by :func:`check_and_run`.
+        required: options without which fairseq's parser fails in a way that nobody understands.
     """
     set_up_logging()
     arguments = sys.argv[1:]
     try:
+        for flag in required:
+            if not _values(arguments, flag) and not {"-h", "--help"} & set(arguments):
+                raise UnsupportedError(f"{flag}: required, as in {flag} translation")
         # With another --user-dir both are imported: fairseq imports that one, and the worker function, which belongs to the plugin, brings
         # the plugin along wherever it is unpickled.
         if not _values(arguments, "--user-dir"):

@@ -1,0 +1,106 @@
+"""A tiny corpus, and fairseq's real command lines on it, in processes of their own."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+GERMAN = "der die das hund katze haus baum sieht liebt geht steht klein gross rot blau und nicht heute morgen wald".split()
+ENGLISH = "the a that dog cat house tree sees loves goes stands small big red blue and not today tomorrow forest".split()
+# Everything but the names of architecture, criterion and optimizer; dropout 0 for parity.
+TRAINING = (
+    "--encoder-embed-dim 32 --encoder-ffn-embed-dim 64 --encoder-layers 2 --decoder-layers 2 --encoder-attention-heads 2 "
+    "--decoder-attention-heads 2 --lr 5e-3 --lr-scheduler inverse_sqrt --warmup-updates 4 --clip-norm 1.0 --weight-decay 0.01 "
+    "--label-smoothing 0.1 --report-accuracy --max-tokens 300 --max-update 20 --save-interval-updates 10 --disable-validation "
+    "--log-format json --log-interval 1 --seed 7 --dropout 0 --num-workers 0 --cpu"
+).split()
+STOCK = "--arch transformer --criterion label_smoothed_cross_entropy --optimizer adam".split()
+OURS = "--arch ls_transformer --criterion ls_label_smoothed_cross_entropy --optimizer ls_adam".split()
+
+
+def write_corpus(folder: Path) -> None:
+    """Sentences of 2 to 12 words, and their translation in reverse order: something that can be learned."""
+    rng = random.Random(3)
+    for split, n_sentences in (("train", 600), ("valid", 40), ("test", 20)):
+        pairs = []
+        for _ in range(n_sentences):
+            words = [min(int(rng.expovariate(0.15)), 19) for _ in range(rng.randint(2, 12))]
+            pairs.append((" ".join(GERMAN[i] for i in words), " ".join(ENGLISH[i] for i in reversed(words))))
+        for language, sentences in zip(("de", "en"), zip(*pairs)):
+            (folder / f"{split}.{language}").write_text("\n".join(sentences) + "\n")
+
+
+class Commands:
+    """Runs fairseq's commands and ours. ``plugin=False`` is stock fairseq that cannot import the plugin."""
+
+    def __init__(self, data: Path):
+        self.data = data
+
+    def start(self, module: str, *arguments, plugin: bool = True, env: dict | None = None, **options) -> subprocess.Popen:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **(env or {})}
+        if plugin:
+            environment["PYTHONPATH"] = str(ROOT)
+        else:
+            environment.pop("PYTHONPATH", None)
+            environment["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"  # what stock needs on torch >= 2.6
+        return subprocess.Popen(
+            [sys.executable, "-m", module, *map(str, arguments)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=self.data.parent,
+            **options,
+        )
+
+    def finish(self, process: subprocess.Popen, status: int | None = 0) -> str:
+        output, _ = process.communicate(timeout=300)
+        assert status is None or process.returncode == status, output[-4000:]
+        return output
+
+    def run(self, module: str, *arguments, status: int | None = 0, **options) -> str:
+        return self.finish(self.start(module, *arguments, **options), status)
+
+
+@pytest.fixture(scope="session")
+def commands(tmp_path_factory) -> Commands:
+    folder = tmp_path_factory.mktemp("corpus")
+    write_corpus(folder)
+    runner = Commands(folder / "bin")
+    prefixes = [f"--{split}pref={folder / split}" for split in ("train", "valid", "test")]
+    runner.run(
+        "fairseq_cli.preprocess", "--source-lang", "de", "--target-lang", "en", *prefixes, "--destdir", runner.data, plugin=False
+    )
+    return runner
+
+
+@pytest.fixture(scope="session")
+def losses():
+    """The training losses in a log, in order."""
+
+    def parse(log: str) -> list[float]:
+        records = (line.split("| train_inner | ")[1] for line in log.splitlines() if "| train_inner | " in line)
+        return [float(json.loads(record)["loss"]) for record in records]
+
+    return parse
+
+
+@pytest.fixture(scope="session")
+def trained(commands, tmp_path_factory):
+    """Stock and ours, 20 updates each with a checkpoint after 10: {"stock" or "ours": (save folder, log)}."""
+    runs = {}
+    for name, module, names in (("stock", "fairseq_cli.train", STOCK), ("ours", "ls_plugin.cli.train", OURS)):
+        folder = tmp_path_factory.mktemp(name)
+        process = commands.start(module, commands.data, *TRAINING, *names, "--save-dir", folder, plugin=name == "ours")
+        runs[name] = (folder, process)
+    return {name: (folder, commands.finish(process)) for name, (folder, process) in runs.items()}
+
+
+@pytest.fixture(scope="session")
+def training_flags():
+    return {"stock": [*TRAINING, *STOCK], "ours": [*TRAINING, *OURS]}

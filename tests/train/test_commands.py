@@ -1,0 +1,184 @@
+"""The console scripts on bad input: one line that says what to do, an exit status, no traceback."""
+
+import logging
+import sys
+
+import fairseq_cli.train
+import pytest
+
+from ls_plugin.cli import _fairseq_command, generate, interactive, train, validate
+from ls_plugin.errors import CheckpointError, UnsupportedError
+
+MAINS = {"train": train.main, "validate": validate.main, "generate": generate.main, "interactive": interactive.main}
+
+
+@pytest.fixture(autouse=True)
+def keep_logging():
+    """The commands point the root logger at the standard output of their test."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:], root.level = handlers, level
+
+
+@pytest.fixture
+def run_command(monkeypatch, capsys):
+    """Runs a console script in this process; returns (exit status, standard error)."""
+
+    def run(command, *arguments, **env):
+        monkeypatch.setattr(sys, "argv", [f"lightseq-{command}", *map(str, arguments)])
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(SystemExit) as caught:
+            MAINS[command]()
+        return caught.value.code or 0, capsys.readouterr().err
+
+    return run
+
+
+def assert_one_line(errors, *parts):
+    (line,) = [line for line in errors.splitlines() if line.startswith("lightseq-")]
+    assert "Traceback" not in errors
+    for part in parts:
+        assert part in line
+
+
+BASE = ["--arch", "ls_transformer_tiny", "--max-tokens", "100", "--optimizer", "ls_adam", "--cpu"]
+
+
+def test_missing_data_directory(run_command, tmp_path):
+    status, errors = run_command("train", tmp_path / "nowhere", *BASE, "--save-dir", tmp_path)
+    assert status == 1
+    assert_one_line(errors, "data: must be a directory written by fairseq-preprocess", "nowhere", "does not exist")
+
+
+def test_directory_without_data(run_command, tmp_path):
+    status, errors = run_command("train", tmp_path, *BASE, "--save-dir", tmp_path)
+    assert status == 1
+    assert_one_line(errors, "cannot infer the languages", "fairseq-preprocess")
+
+
+def test_missing_dictionary(run_command, tmp_path):
+    status, errors = run_command("train", tmp_path, *BASE, "--source-lang", "de", "--target-lang", "en", "--save-dir", tmp_path)
+    assert status == 1
+    assert_one_line(errors, "not found", "dict.de.txt")
+
+
+def test_missing_binary_data(run_command, tmp_path):
+    for language in ("de", "en"):
+        (tmp_path / f"dict.{language}.txt").write_text("word 1\n")
+    flags = ["--source-lang", "de", "--target-lang", "en", "--save-dir", tmp_path]
+    status, errors = run_command("train", tmp_path, *BASE, *flags)
+    assert status == 1
+    assert_one_line(errors, "not found: valid", str(tmp_path))
+
+
+@pytest.mark.parametrize("arch, suggestion", [("ls_transformr", "ls_transformer"), ("lstransformer_iwslt_de_en", "ls_transformer_iwslt_de_en")])
+def test_unknown_architecture_is_answered_with_the_nearest(run_command, tmp_path, arch, suggestion):
+    for flags in (["--arch", arch], [f"--arch={arch}"], ["-a", arch]):
+        status, errors = run_command("train", tmp_path, *flags)
+        assert status == 2
+        assert_one_line(errors, f"--arch {arch}: unknown", suggestion)
+
+
+def test_unsupported_flag(run_command, commands, tmp_path):
+    status, errors = run_command("train", commands.data, *BASE, "--quant-noise-pq", "0.1", "--save-dir", tmp_path)
+    assert status == 2
+    assert_one_line(errors, "--quant-noise-pq 0.1", "--arch transformer_tiny")
+
+
+def test_unknown_activation(run_command, commands, tmp_path):
+    status, errors = run_command("train", commands.data, *BASE, "--activation-fn", "relux", "--save-dir", tmp_path)
+    assert status == 2
+    assert "--activation-fn: invalid choice: 'relux'" in errors
+
+
+def test_unreadable_checkpoint(run_command, commands, tmp_path):
+    (tmp_path / "checkpoint_last.pt").write_bytes(b"half")
+    status, errors = run_command("train", commands.data, *BASE, "--save-dir", tmp_path)
+    assert status == 1
+    assert_one_line(errors, "checkpoint_last.pt", "4 bytes that do not load")
+    assert (tmp_path / "checkpoint_last.pt").read_bytes() == b"half"
+
+
+def test_checkpoint_of_another_model(run_command, commands, trained, tmp_path):
+    flags = [*BASE, "--restore-file", trained["ours"][0] / "checkpoint_last.pt", "--save-dir", tmp_path]
+    status, errors = run_command("train", commands.data, *flags)
+    assert status == 1
+    assert_one_line(errors, "Cannot load model parameters", "flags of the model that was saved")
+
+
+@pytest.mark.parametrize("command", ["generate", "interactive"])
+def test_missing_model_file(run_command, commands, tmp_path, command):
+    status, errors = run_command(command, commands.data, "--path", tmp_path / "no.pt", "--cpu")
+    assert status == 1
+    assert_one_line(errors, "no.pt")
+
+
+def test_validate_needs_a_task(run_command, commands, tmp_path):
+    status, errors = run_command("validate", commands.data, "--path", tmp_path / "no.pt")
+    assert status == 2
+    assert_one_line(errors, "--task: required")
+
+
+def test_token_outside_the_dictionary(run_command, commands, tmp_path):
+    """The data directory of one run with the smaller dictionary of another."""
+    for path in commands.data.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "dict.de.txt").unlink()
+    (tmp_path / "dict.de.txt").write_text("\n".join((commands.data / "dict.de.txt").read_text().splitlines()[:5]) + "\n")
+    status, errors = run_command("train", tmp_path, *BASE, "--lr", "0.1", "--save-dir", tmp_path / "save", "--num-workers", "0")
+    assert status == 1
+    assert_one_line(errors, "embedding: tokens must lie in", "another dictionary")
+
+
+def test_help_and_bad_flags_keep_argparse_statuses(run_command):
+    assert run_command("train", "--help")[0] == 0
+    assert run_command("train", "data", "--no-such-flag")[0] == 2
+
+
+def test_bugs_and_ls_debug_show_the_traceback(run_command, monkeypatch, tmp_path):
+    def fail(cfg, **_):
+        raise ZeroDivisionError("bug")
+
+    monkeypatch.setattr(train, "_stock_main", fail)
+    status, errors = run_command("train", tmp_path, *BASE)
+    assert status == 1
+    assert "ZeroDivisionError: bug" in errors
+
+    def refuse(cfg, **_):
+        raise CheckpointError("checkpoint x: bad")
+
+    monkeypatch.setattr(train, "_stock_main", refuse)
+    status, errors = run_command("train", tmp_path, *BASE, LS_DEBUG="1")
+    assert status == 1
+    assert "Traceback" in errors
+    assert "lightseq-train: error: checkpoint x: bad" in errors
+
+
+def test_interrupt(run_command, monkeypatch, tmp_path):
+    def interrupt(cfg, **_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, "_stock_main", interrupt)
+    status, errors = run_command("train", tmp_path, *BASE)
+    assert status == 130
+    assert_one_line(errors, "interrupted")
+
+
+def test_another_user_dir_is_kept(monkeypatch, tmp_path):
+    """Both are imported: the other through its flag, the plugin through the worker function."""
+    seen = []
+    monkeypatch.setattr(fairseq_cli.train, "cli_main", lambda: seen.append(list(sys.argv)))
+    for flags in ([], ["--user-dir", "mine"], ["--user-dir=mine"]):
+        monkeypatch.setattr(sys, "argv", ["lightseq-train", "data", *flags])
+        train.main()
+    plugin_dir = str(_fairseq_command.PLUGIN_DIR)
+    assert seen[0][-2:] == ["--user-dir", plugin_dir]
+    assert all(plugin_dir not in argv for argv in seen[1:])
+    assert fairseq_cli.train.main is train.worker_main
+
+
+def test_statuses_tell_misuse_from_failure():
+    assert _fairseq_command._tell("x", UnsupportedError("no")) == 2
+    assert _fairseq_command._tell("x", CheckpointError("no")) == 1
