@@ -16,6 +16,7 @@ Environment:
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -81,6 +82,18 @@ def find_nvcc() -> str | None:
     return nvcc
 
 
+def cuda_toolkit(nvcc: str) -> tuple[Path, Path]:
+    """Folders of the toolkit's headers and libraries, as nvcc itself names them: it may be a wrapper that lies elsewhere."""
+    command = [nvcc, "--dryrun", "-E", "-x", "cu", os.devnull]
+    answer = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    include = re.search(r'INCLUDES="-I([^"]+)"', answer)
+    libraries = [Path(path) for path in re.findall(r'"-L([^"]+)"', answer)]
+    library = next((path for path in libraries if (path / "libcudart_static.a").exists()), None)
+    if include is None or library is None:
+        sys.exit(f"setup.py: {nvcc} names no complete toolkit (headers and libcudart_static.a); install it whole, or set LS_CUDA=0")
+    return Path(include.group(1)), library
+
+
 def cuda_archs(nvcc: str) -> list[str]:
     """Architectures to build, as numbers without the dot: LS_CUDA_ARCH, or one per family that nvcc knows.
 
@@ -123,10 +136,6 @@ def build_is_wanted() -> bool:
 
 def ninja_escape(path: Path | str) -> str:
     return str(path).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
-
-
-def shell_quote(flags: list[str]) -> str:
-    return " ".join(f'"{flag}"' if re.search(r"[\s;]", flag) else flag for flag in flags)
 
 
 class BuildKernels(build_ext):
@@ -186,30 +195,30 @@ class BuildKernels(build_ext):
         binding_flags = []
         if nvcc is not None:
             archs = cuda_archs(nvcc)
-            toolkit = Path(nvcc).resolve().parent.parent
-            binding_flags = ["-DLS_WITH_CUDA", f'-DLS_CUDA_ARCHS=\\"{";".join(archs)}\\"', "-isystem", str(toolkit / "include")]
+            toolkit_include, toolkit_library = cuda_toolkit(nvcc)
+            binding_flags = ["-DLS_WITH_CUDA", f'-DLS_CUDA_ARCHS="{";".join(archs)}"', "-isystem", str(toolkit_include)]
             gencode = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
             gencode.append(f"-gencode=arch=compute_{archs[-1]},code=compute_{archs[-1]}")
             lines += [
                 "rule nvcc",
-                f"  command = {ninja_escape(nvcc)} {shell_quote([*NVCC_FLAGS, *include, *gencode])} -MMD -MF $out.d -c $in -o $out",
+                f"  command = {ninja_escape(nvcc)} {shlex.join([*NVCC_FLAGS, *include, *gencode])} -MMD -MF $out.d -c $in -o $out",
                 "  depfile = $out.d",
                 "  deps = gcc",
                 "  description = nvcc $in",
             ]
             builds += [(KERNELS / "cuda" / f"{op}.cu", "nvcc", []) for op in OPS]
-            link_flags += [f"-L{toolkit / 'lib64'}", "-lcudart_static", "-lpthread", "-lrt"]
+            link_flags += [f"-L{toolkit_library}", "-lcudart_static", "-lpthread", "-lrt"]
         bindings = [KERNELS / "schemas.cpp", KERNELS / "cpu" / "dispatch.cpp", KERNELS / "cuda" / "current_stream.cpp"]
         bindings += [KERNELS / "ops" / f"{op}.cpp" for op in OPS]
         builds += [(source, "cxx", binding_flags) for source in bindings]
         lines += [
             "rule cxx",
-            f"  command = {cxx} {shell_quote(cxx_flags)} $flags -MMD -MF $out.d -c $in -o $out",
+            f"  command = {cxx} {shlex.join(cxx_flags)} $flags -MMD -MF $out.d -c $in -o $out",
             "  depfile = $out.d",
             "  deps = gcc",
             "  description = c++ $in $isa",
             "rule link",
-            f"  command = {cxx} -o $out $in {shell_quote(link_flags)}",
+            f"  command = {cxx} -o $out $in {shlex.join(link_flags)}",
             "  description = link $out",
         ]
         objects = []
@@ -219,7 +228,7 @@ class BuildKernels(build_ext):
             objects.append(name)
             lines.append(f"build {name}: {rule} {ninja_escape(source)}")
             if rule == "cxx":
-                lines += [f"  flags = {' '.join(flags)}", f"  isa = {isa}"]
+                lines += [f"  flags = {shlex.join(flags)}", f"  isa = {isa}"]
         lines.append(f"build {LIBRARY}: link {' '.join(objects)}")
         return "\n".join(lines) + "\n"
 
