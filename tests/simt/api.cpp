@@ -38,9 +38,8 @@ API const char* ls_simt_stats() {
   static thread_local std::string text;
   const simt::Stats& s = simt::stats();
   text = "{\"launches\": " + std::to_string(s.launches) + ", \"blocks\": " + std::to_string(s.blocks) +
-         ", \"barriers\": " + std::to_string(s.barriers) +
-         ", \"warp_collectives\": " + std::to_string(s.warp_collectives) + ", \"global\": " + json(s.global) +
-         ", \"regions\": {";
+         ", \"barriers\": " + std::to_string(s.barriers) + ", \"warp_collectives\": " + std::to_string(s.warp_collectives) +
+         ", \"global\": " + json(s.global) + ", \"regions\": {";
   const char* separator = "";
   for (const auto& [name, traffic] : s.regions) {
     text += separator + quoted(name) + ": " + json(traffic);

@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-RUNTIME_SOURCES = tuple(HERE / name for name in ("runtime.cpp", "memory.cpp", "hooks.cpp", "api.cpp"))
+RUNTIME_SOURCES = tuple(HERE / name for name in ("runtime.cpp", "memory.cpp", "order.cpp", "hooks.cpp", "api.cpp"))
 
 COMMON_FLAGS = ("-std=c++17", "-g", "-fPIC", "-fno-gnu-unique", "-DLS_SIMT", "-Wall")
 RUNTIME_FLAGS = ("-O3", "-fvisibility=hidden", "-Wextra")

@@ -24,8 +24,8 @@ class StackPool {
   static constexpr size_t kStackBytes = 128 * 1024;
 
   explicit StackPool(size_t n_stacks) : guard_bytes_(static_cast<size_t>(sysconf(_SC_PAGESIZE))), n_stacks_(n_stacks) {
-    void* memory = mmap(nullptr, n_stacks * pitch(), PROT_READ | PROT_WRITE,
-                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void* memory =
+        mmap(nullptr, n_stacks * pitch(), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (memory == MAP_FAILED) throw std::bad_alloc();
     base_ = reinterpret_cast<uintptr_t>(memory);
   }

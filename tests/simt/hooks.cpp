@@ -19,18 +19,30 @@ using simt::detail::on_access;
 
 // ---- Memory accesses ----
 
-#define ACCESS_HOOKS(n)                                                                               \
-  HOOK void __tsan_read##n(void* p) { if (in_kernel) on_access(p, n, Access::read, CALLER); }         \
-  HOOK void __tsan_write##n(void* p) { if (in_kernel) on_access(p, n, Access::write, CALLER); }
+#define ACCESS_HOOKS(n)                                    \
+  HOOK void __tsan_read##n(void* p) {                      \
+    if (in_kernel) on_access(p, n, Access::read, CALLER);  \
+  }                                                        \
+  HOOK void __tsan_write##n(void* p) {                     \
+    if (in_kernel) on_access(p, n, Access::write, CALLER); \
+  }
 ACCESS_HOOKS(1)
 ACCESS_HOOKS(2)
 ACCESS_HOOKS(4)
 ACCESS_HOOKS(8)
 ACCESS_HOOKS(16)
-HOOK void __tsan_read_range(void* p, size_t n) { if (in_kernel) on_access(p, n, Access::read, CALLER); }
-HOOK void __tsan_write_range(void* p, size_t n) { if (in_kernel) on_access(p, n, Access::write, CALLER); }
-HOOK void __tsan_vptr_read(void** p) { if (in_kernel) on_access(p, sizeof(*p), Access::read, CALLER); }
-HOOK void __tsan_vptr_update(void** p, void*) { if (in_kernel) on_access(p, sizeof(*p), Access::write, CALLER); }
+HOOK void __tsan_read_range(void* p, size_t n) {
+  if (in_kernel) on_access(p, n, Access::read, CALLER);
+}
+HOOK void __tsan_write_range(void* p, size_t n) {
+  if (in_kernel) on_access(p, n, Access::write, CALLER);
+}
+HOOK void __tsan_vptr_read(void** p) {
+  if (in_kernel) on_access(p, sizeof(*p), Access::read, CALLER);
+}
+HOOK void __tsan_vptr_update(void** p, void*) {
+  if (in_kernel) on_access(p, sizeof(*p), Access::write, CALLER);
+}
 HOOK void __tsan_init() {}
 HOOK void __tsan_func_entry(void*) {}
 HOOK void __tsan_func_exit() {}
@@ -41,15 +53,15 @@ static void refuse_host_atomic(const void* pc) {
   if (in_kernel) simt::detail::fault("std::atomic or an initialised local static is no device code; use atomicAdd & co", pc);
 }
 
-#define ATOMIC_HOOK(bits, T, name, built_in)                  \
-  HOOK T __tsan_atomic##bits##_##name(T* p, T value, int) {   \
-    refuse_host_atomic(CALLER);                               \
-    return built_in(p, value, __ATOMIC_SEQ_CST);              \
+#define ATOMIC_HOOK(bits, T, name, built_in)                \
+  HOOK T __tsan_atomic##bits##_##name(T* p, T value, int) { \
+    refuse_host_atomic(CALLER);                             \
+    return built_in(p, value, __ATOMIC_SEQ_CST);            \
   }
-#define CAS_HOOK(bits, T, strength)                                                                          \
-  HOOK int __tsan_atomic##bits##_compare_exchange_##strength(T* p, T* expected, T desired, int, int) {       \
-    refuse_host_atomic(CALLER);                                                                              \
-    return __atomic_compare_exchange_n(p, expected, desired, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);     \
+#define CAS_HOOK(bits, T, strength)                                                                      \
+  HOOK int __tsan_atomic##bits##_compare_exchange_##strength(T* p, T* expected, T desired, int, int) {   \
+    refuse_host_atomic(CALLER);                                                                          \
+    return __atomic_compare_exchange_n(p, expected, desired, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST); \
   }
 #define ATOMIC_HOOKS(bits, T)                                 \
   HOOK T __tsan_atomic##bits##_load(const T* p, int) {        \

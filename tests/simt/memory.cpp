@@ -1,5 +1,6 @@
 // Every memory access of a kernel arrives here, see hooks.cpp.
-// Checked: bounds, read-only regions, shared memory read before written, accesses that nothing orders. Counted: bytes.
+// Checked: bounds, read-only regions, shared memory read before written, accesses that nothing orders (order.cpp says what
+// does). Counted: bytes.
 #include <link.h>
 
 #include <algorithm>
@@ -7,7 +8,6 @@
 #include <cstdlib>
 #include <cstring>
 #include <stdexcept>
-#include <unordered_map>
 
 #include "state.h"
 
@@ -16,8 +16,8 @@ namespace detail {
 namespace {
 
 constexpr size_t kArenaBytes = 512 * 1024;
-constexpr size_t kRedzoneBytes = 1024;            // between shared arrays
-constexpr size_t kPooledCellBytes = 256u << 20;   // shadow memory kept for later launches
+constexpr size_t kRedzoneBytes = 1024;           // between shared arrays
+constexpr size_t kPooledCellBytes = 256u << 20;  // shadow memory kept for later launches
 
 struct Range {
   uintptr_t begin, end;
@@ -29,7 +29,7 @@ struct Memory {
   std::vector<std::unique_ptr<Region>> arrays;   // shared, of this launch, by address
   uintptr_t arena = 0;
   size_t arena_used = 0, static_shared_bytes = 0;
-  Region* hints[64] = {};  // the region last seen for an address; verified at each use
+  Region* hints[64] = {};    // the region last seen for an address; verified at each use
   std::vector<Range> image;  // of this library, as mapped: constants and tables that kernels may read
   std::multimap<size_t, Cell*> pool;
   size_t pooled_bytes = 0;
@@ -90,75 +90,6 @@ void refine(Region& r, size_t offset, size_t n) {
   release_cells(coarse);
 }
 
-// ---- What orders two accesses ----
-
-struct ThreadOrder {
-  Stamp fence = 0;                // its last __threadfence in this block
-  std::vector<Release> acquired;  // through atomics, since the last barrier
-};
-
-struct Order {
-  bool fences = false;                                               // any __threadfence in this launch
-  std::unordered_map<uintptr_t, std::vector<Release>> published;     // by the address of the atomic
-  std::vector<Release> visible;                                      // to all threads of the block
-  uint32_t all_fenced_epoch = 0;                                     // the block fenced everything before it
-  std::vector<ThreadOrder> threads{kMaxThreads};
-};
-
-Order& order = *new Order;
-
-void merge(std::vector<Release>& into, const std::vector<Release>& from) {
-  for (const Release& r : from) {
-    auto same = std::find_if(into.begin(), into.end(), [&](const Release& i) { return i.first_epoch == r.first_epoch; });
-    if (same == into.end()) {
-      into.push_back(r);
-    } else {
-      same->epoch = std::max(same->epoch, r.epoch);
-      same->last = std::max(same->last, r.last);
-    }
-  }
-}
-
-bool covers(const std::vector<Release>& releases, Stamp s) {
-  const uint32_t epoch = epoch_of(s);
-  for (const Release& r : releases) {
-    if (epoch >= r.first_epoch && epoch < r.epoch) return true;
-    if (epoch == epoch_of(r.last) && thread_of(s) == thread_of(r.last) && s <= r.last) return true;
-  }
-  return false;
-}
-
-// An atomic by which the current thread may learn what others published at that address, and publish in turn.
-// As in CUDA, only what a __threadfence has made visible is published.
-void exchange_releases(uintptr_t address) {
-  auto& o = order;
-  if (!o.fences) return;
-  auto& thread = o.threads[launch_state.current->index];
-  auto& published = o.published[address];
-  if (!published.empty()) merge(thread.acquired, published);
-  const uint32_t epoch = std::max(o.all_fenced_epoch, thread.fence ? epoch_of(thread.fence) : 0);
-  if (epoch != 0) {
-    merge(published, {Release{launch_state.block_epoch, epoch, thread.fence}});
-    merge(published, o.visible);
-    merge(published, thread.acquired);
-  }
-}
-
-// Whether an access stamped `s` happened before the current thread's next one. s lies in this launch.
-bool happened_before(Stamp s) {
-  const auto& l = launch_state;
-  const uint32_t epoch = epoch_of(s);
-  if (epoch == l.epoch) {
-    const uint32_t thread = thread_of(s);
-    const Thread& self = *l.current;
-    if (thread == self.index) return true;
-    return thread / kWarpSize == self.warp() && clock_of(s) <= self.clock[thread % kWarpSize];
-  }
-  if (epoch >= l.block_epoch) return true;
-  const auto& o = order;
-  return o.fences && (covers(o.visible, s) || covers(o.threads[l.current->index].acquired, s));
-}
-
 // ---- Reports ----
 
 const char* name_of(Access a) { return a == Access::read ? "read" : a == Access::write ? "write" : "atomic update"; }
@@ -179,8 +110,8 @@ uint3 thread_id(uint32_t index) {
                                      : "thread " + describe(thread_id(thread_of(s))) + " of another block";
   const std::string remedy = same_block ? "put __syncthreads (or __syncwarp within a warp) between them"
                                         : "blocks are ordered only by another launch, or by atomics after __threadfence";
-  fault(std::string("unsynchronised accesses to ") + name_of(r) + ", byte " + std::to_string(offset) + ": " +
-            name_of(before) + " by " + who + ", " + name_of(now) + " by this one; " + remedy,
+  fault(std::string("unsynchronised accesses to ") + name_of(r) + ", byte " + std::to_string(offset) + ": " + name_of(before) +
+            " by " + who + ", " + name_of(now) + " by this one; " + remedy,
         pc);
 }
 
@@ -341,7 +272,8 @@ void on_access(const void* ptr, size_t n, Access access, const void* pc) {
           pc);
   }
   if (access != Access::read) {
-    if (!r->writable) fault(std::string(name_of(access)) + " to read-only " + name_of(*r) + ", byte " + std::to_string(offset), pc);
+    if (!r->writable)
+      fault(std::string(name_of(access)) + " to read-only " + name_of(*r) + ", byte " + std::to_string(offset), pc);
     r->traffic.written += n;
   }
   if (access != Access::write) r->traffic.read += n;
@@ -363,9 +295,7 @@ void begin_launch_memory() {
   m.static_shared_bytes = 0;
   const char* timeout = std::getenv("LS_SIMT_TIMEOUT");
   m.deadline = std::chrono::steady_clock::now() + std::chrono::seconds(timeout ? std::atoi(timeout) : 60);
-  auto& o = order;
-  o.fences = false;
-  o.published.clear();
+  begin_launch_order();
 }
 
 void end_launch_memory() {
@@ -382,37 +312,6 @@ void end_launch_memory() {
     }
     r->traffic = {};
   }
-}
-
-void begin_block_memory() {
-  auto& o = order;
-  if (!o.fences) return;
-  o.visible.clear();
-  o.all_fenced_epoch = 0;
-  for (auto& t : o.threads) t = {};
-}
-
-void block_synchronized() {
-  auto& o = order;
-  if (!o.fences) return;
-  const uint32_t n = launch_state.n_threads, ended = launch_state.epoch - 1;
-  bool all_fenced = true;
-  for (uint32_t i = 0; i < n; ++i) {
-    all_fenced = all_fenced && epoch_of(o.threads[i].fence) == ended;
-    merge(o.visible, o.threads[i].acquired);
-    o.threads[i].acquired.clear();
-  }
-  if (all_fenced) o.all_fenced_epoch = launch_state.epoch;
-}
-
-void fence() {
-  if (!in_kernel) return;
-  auto& o = order;
-  if (!o.fences) {
-    o.fences = true;
-    begin_block_memory();
-  }
-  o.threads[launch_state.current->index].fence = launch_state.stamp;
 }
 
 void reset_stamps() {

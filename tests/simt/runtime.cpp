@@ -154,15 +154,24 @@ void thread_entry() {
 
 const char* name_of(Collective kind) {
   switch (kind) {
-    case Collective::syncthreads: return "__syncthreads";
-    case Collective::syncwarp: return "__syncwarp";
-    case Collective::shfl: return "__shfl_sync";
-    case Collective::shfl_up: return "__shfl_up_sync";
-    case Collective::shfl_down: return "__shfl_down_sync";
-    case Collective::shfl_xor: return "__shfl_xor_sync";
-    case Collective::ballot: return "__ballot_sync";
-    case Collective::any: return "__any_sync";
-    case Collective::all: return "__all_sync";
+    case Collective::syncthreads:
+      return "__syncthreads";
+    case Collective::syncwarp:
+      return "__syncwarp";
+    case Collective::shfl:
+      return "__shfl_sync";
+    case Collective::shfl_up:
+      return "__shfl_up_sync";
+    case Collective::shfl_down:
+      return "__shfl_down_sync";
+    case Collective::shfl_xor:
+      return "__shfl_xor_sync";
+    case Collective::ballot:
+      return "__ballot_sync";
+    case Collective::any:
+      return "__any_sync";
+    case Collective::all:
+      return "__all_sync";
   }
   return "?";
 }
@@ -280,14 +289,18 @@ int source_lane(const Thread& t) {
   const int lane = static_cast<int>(t.lane());
   const int segment = lane & ~(t.width - 1);
   switch (t.kind) {
-    case Collective::shfl: return segment | (t.param & (t.width - 1));
-    case Collective::shfl_up: return lane - t.param >= segment ? lane - t.param : lane;
-    case Collective::shfl_down: return lane + t.param < segment + t.width ? lane + t.param : lane;
+    case Collective::shfl:
+      return segment | (t.param & (t.width - 1));
+    case Collective::shfl_up:
+      return lane - t.param >= segment ? lane - t.param : lane;
+    case Collective::shfl_down:
+      return lane + t.param < segment + t.width ? lane + t.param : lane;
     case Collective::shfl_xor: {
       const int source = lane ^ t.param;
       return source < segment + t.width ? source : lane;
     }
-    default: return lane;
+    default:
+      return lane;
   }
 }
 
@@ -386,7 +399,8 @@ void* shared_array(const void* key, const char* name, size_t n_bytes, size_t ali
   Region* region = add_shared_array(name, n_bytes, align);
   if (region == nullptr) {
     fault(format("LS_SHARED %s: static shared memory must stay within %zu bytes; use LS_DYNAMIC_SHARED", name,
-                 kStaticSharedLimit), site);
+                 kStaticSharedLimit),
+          site);
   }
   s.shared_arrays.emplace_back(key, region->base);
   return reinterpret_cast<void*>(region->base);
@@ -408,9 +422,7 @@ void allow_dynamic_shared(const void* kernel, size_t smem_bytes) {
 namespace {
 
 void check_config(const LaunchConfig& c) {
-  const auto refuse = [&](const std::string& what) {
-    throw std::runtime_error("simt: " + kernel_name(c) + ": " + what);
-  };
+  const auto refuse = [&](const std::string& what) { throw std::runtime_error("simt: " + kernel_name(c) + ": " + what); };
   const uint64_t n_threads = static_cast<uint64_t>(c.block.x) * c.block.y * c.block.z;
   if (n_threads < 1 || n_threads > kMaxThreads || c.block.z > 64) {
     refuse("block must have 1 to 1024 threads, at most 64 along z, got " + describe(c.block));
@@ -430,7 +442,7 @@ void run_block() {
   auto& s = scheduler;
   auto& l = launch_state;
   l.block_epoch = ++l.epoch;
-  begin_block_memory();
+  begin_block_order();
   s.head = s.n_ready = s.n_exited = s.n_at_barrier = 0;
   const bool reset_clocks = s.max_clock > kMaxClock / 4;
   if (reset_clocks) s.max_clock = 1;
@@ -515,8 +527,7 @@ void run(const LaunchConfig& config, void (*body)(void*), void* call, size_t cal
   const BlockOrder order(static_cast<uint64_t>(config.grid.x) * config.grid.y * config.grid.z);
   for (uint64_t i = 0; i < order.n; ++i) {
     const uint64_t block = order(i);
-    l.block_index = {static_cast<unsigned>(block % config.grid.x),
-                     static_cast<unsigned>(block / config.grid.x % config.grid.y),
+    l.block_index = {static_cast<unsigned>(block % config.grid.x), static_cast<unsigned>(block / config.grid.x % config.grid.y),
                      static_cast<unsigned>(block / config.grid.x / config.grid.y)};
     blockIdx_storage = l.block_index;
     run_block();

@@ -33,9 +33,9 @@
 
 // `type name[count]` shared by the block. The static's address tells source sites and template instances apart, as nvcc
 // does; the reference keeps sizeof(name) and lets -fsanitize=bounds check the index.
-#define LS_SHARED(type, name, count)                                                                            \
-  static char name##_key;                                                                                       \
-  type(&name)[count] = *static_cast<type(*)[count]>(                                                            \
+#define LS_SHARED(type, name, count)                 \
+  static char name##_key;                            \
+  type(&name)[count] = *static_cast<type(*)[count]>( \
       ::simt::detail::shared_array(&name##_key, #name, sizeof(type) * (count), alignof(type), {__FILE__, __LINE__}))
 
 #define LS_DYNAMIC_SHARED(type, name) \
@@ -55,14 +55,14 @@ constexpr int warpSize = 32;
 
 // ---- Vector types, aligned as in CUDA ----
 
-#define SIMT_VECTOR(T, name, align2, align4)                                                                          \
-  struct name##1 { T x; };                                                                                            \
-  struct alignas(align2) name##2 { T x, y; };                                                                         \
-  struct name##3 { T x, y, z; };                                                                                      \
-  struct alignas(align4) name##4 { T x, y, z, w; };                                                                   \
-  static inline name##1 make_##name##1(T x) { return {x}; }                                                           \
-  static inline name##2 make_##name##2(T x, T y) { return {x, y}; }                                                   \
-  static inline name##3 make_##name##3(T x, T y, T z) { return {x, y, z}; }                                           \
+#define SIMT_VECTOR(T, name, align2, align4)                                \
+  struct name##1 { T x; };                                                  \
+  struct alignas(align2) name##2 { T x, y; };                               \
+  struct name##3 { T x, y, z; };                                            \
+  struct alignas(align4) name##4 { T x, y, z, w; };                         \
+  static inline name##1 make_##name##1(T x) { return {x}; }                 \
+  static inline name##2 make_##name##2(T x, T y) { return {x, y}; }         \
+  static inline name##3 make_##name##3(T x, T y, T z) { return {x, y, z}; } \
   static inline name##4 make_##name##4(T x, T y, T z, T w) { return {x, y, z, w}; }
 SIMT_VECTOR(signed char, char, 2, 4)
 SIMT_VECTOR(unsigned char, uchar, 2, 4)
@@ -74,9 +74,15 @@ SIMT_VECTOR(unsigned long long, ulonglong, 16, 16)
 SIMT_VECTOR(float, float, 8, 16)
 SIMT_VECTOR(double, double, 16, 16)
 #undef SIMT_VECTOR
-struct uint1 { unsigned x; };
-struct alignas(8) uint2 { unsigned x, y; };
-struct alignas(16) uint4 { unsigned x, y, z, w; };
+struct uint1 {
+  unsigned x;
+};
+struct alignas(8) uint2 {
+  unsigned x, y;
+};
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
 static inline uint1 make_uint1(unsigned x) { return {x}; }
 static inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 static inline uint3 make_uint3(unsigned x, unsigned y, unsigned z) { return {x, y, z}; }
@@ -124,11 +130,10 @@ T shuffle(Collective kind, unsigned mask, T value, int param, int width, Site si
 }
 }  // namespace simt::detail
 
-#define SIMT_SHUFFLE(name, kind, param_type)                                                                       \
-  template <typename T>                                                                                            \
-  T name(unsigned mask, T value, param_type param, int width = warpSize, SIMT_SITE_PARAMS) {                       \
-    return simt::detail::shuffle(simt::detail::Collective::kind, mask, value, static_cast<int>(param), width,      \
-                                 {file, line});                                                                    \
+#define SIMT_SHUFFLE(name, kind, param_type)                                                                                 \
+  template <typename T>                                                                                                      \
+  T name(unsigned mask, T value, param_type param, int width = warpSize, SIMT_SITE_PARAMS) {                                 \
+    return simt::detail::shuffle(simt::detail::Collective::kind, mask, value, static_cast<int>(param), width, {file, line}); \
   }
 SIMT_SHUFFLE(__shfl_sync, shfl, int)
 SIMT_SHUFFLE(__shfl_up_sync, shfl_up, unsigned)
@@ -167,8 +172,8 @@ __attribute__((noinline, no_sanitize("thread"))) T atomic_update(T* ptr, F updat
 }
 }  // namespace simt::detail
 
-#define SIMT_ATOMIC(name, T, expression)                                      \
-  inline T name(T* ptr, T value) {                                            \
+#define SIMT_ATOMIC(name, T, expression)                                                 \
+  inline T name(T* ptr, T value) {                                                       \
     return simt::detail::atomic_update(ptr, [value](T old) -> T { return expression; }); \
   }
 SIMT_ATOMIC(atomicAdd, unsigned, old + value)
@@ -189,18 +194,17 @@ SIMT_ATOMIC(atomicExch, unsigned long long, (static_cast<void>(old), value))
 SIMT_ATOMIC(atomicExch, float, (static_cast<void>(old), value))
 SIMT_ATOMIC(atomicOr, int, old | value)
 SIMT_ATOMIC(atomicOr, unsigned, old | value)
-SIMT_ATOMIC(atomicAnd, int, old & value)
-SIMT_ATOMIC(atomicAnd, unsigned, old & value)
+SIMT_ATOMIC(atomicAnd, int, old& value)
+SIMT_ATOMIC(atomicAnd, unsigned, old& value)
 SIMT_ATOMIC(atomicInc, unsigned, old >= value ? 0u : old + 1u)
 #undef SIMT_ATOMIC
 inline int atomicAdd(int* ptr, int value) {  // wraps, as on the device
   return static_cast<int>(atomicAdd(reinterpret_cast<unsigned*>(ptr), static_cast<unsigned>(value)));
 }
 
-#define SIMT_ATOMIC_CAS(T)                                                                      \
-  inline T atomicCAS(T* ptr, T expected, T desired) {                                           \
-    return simt::detail::atomic_update(                                                         \
-        ptr, [expected, desired](T old) -> T { return old == expected ? desired : old; });      \
+#define SIMT_ATOMIC_CAS(T)                                                                                                \
+  inline T atomicCAS(T* ptr, T expected, T desired) {                                                                     \
+    return simt::detail::atomic_update(ptr, [expected, desired](T old) -> T { return old == expected ? desired : old; }); \
   }
 SIMT_ATOMIC_CAS(int)
 SIMT_ATOMIC_CAS(unsigned)
@@ -263,18 +267,28 @@ inline int __clzll(long long x) { return x == 0 ? 64 : __builtin_clzll(static_ca
 inline int __ffs(int x) { return __builtin_ffs(x); }
 
 template <typename T>
-T __ldg(const T* ptr) { return *ptr; }
+T __ldg(const T* ptr) {
+  return *ptr;
+}
 template <typename T>
-T __ldcs(const T* ptr) { return *ptr; }
+T __ldcs(const T* ptr) {
+  return *ptr;
+}
 template <typename T>
-T __ldcg(const T* ptr) { return *ptr; }
+T __ldcg(const T* ptr) {
+  return *ptr;
+}
 template <typename T>
-void __stcs(T* ptr, T value) { *ptr = value; }
+void __stcs(T* ptr, T value) {
+  *ptr = value;
+}
 template <typename T>
-void __stcg(T* ptr, T value) { *ptr = value; }
+void __stcg(T* ptr, T value) {
+  *ptr = value;
+}
 
-#define SIMT_MIN_MAX(T)                                          \
-  constexpr T min(T a, T b) { return b < a ? b : a; }            \
+#define SIMT_MIN_MAX(T)                               \
+  constexpr T min(T a, T b) { return b < a ? b : a; } \
   constexpr T max(T a, T b) { return a < b ? b : a; }
 SIMT_MIN_MAX(int)
 SIMT_MIN_MAX(unsigned)

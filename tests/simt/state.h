@@ -11,9 +11,9 @@
 namespace simt::detail {
 
 constexpr unsigned kWarpSize = 32;
-constexpr unsigned kMaxThreads = 1024;               // per block
-constexpr size_t kStaticSharedLimit = 48 * 1024;     // LS_SHARED arrays, and dynamic shared memory unless asked for more
-constexpr size_t kDynamicSharedLimit = 227 * 1024;   // sm_90's opt-in limit
+constexpr unsigned kMaxThreads = 1024;              // per block
+constexpr size_t kStaticSharedLimit = 48 * 1024;    // LS_SHARED arrays, and dynamic shared memory unless asked for more
+constexpr size_t kDynamicSharedLimit = 227 * 1024;  // sm_90's opt-in limit
 
 // ---- Time ----
 // An access is stamped with who made it and when: the barrier interval ("epoch") it lies in, the thread of the block,
@@ -95,11 +95,11 @@ struct Launch {
   uintptr_t call, call_bytes;  // the kernel's arguments
   uint3 block_index;
   uint32_t n_threads;
-  Thread* current = nullptr;   // null outside of fibers
-  Stamp stamp = 0;             // the current thread's
-  uint32_t epoch = 1;          // the current barrier interval
-  uint32_t first_epoch = 1;    // of the launch
-  uint32_t block_epoch = 1;    // the first of the block
+  Thread* current = nullptr;  // null outside of fibers
+  Stamp stamp = 0;            // the current thread's
+  uint32_t epoch = 1;         // the current barrier interval
+  uint32_t first_epoch = 1;   // of the launch
+  uint32_t block_epoch = 1;   // the first of the block
 };
 
 extern Launch launch_state;
@@ -112,8 +112,8 @@ extern __attribute__((tls_model("initial-exec"))) thread_local bool in_kernel;
 // Ends the launch because of what the current thread did. pc: an address in the code that did it, or null.
 [[noreturn]] void fault(const std::string& what, const void* pc = nullptr);
 [[noreturn]] void fault(const std::string& what, Site site);
-void report_host_fault(const std::string& what);  // kept until the next launch, which then fails with it
-std::string source_line(const void* pc);          // " (file.cu:12)", or nothing
+void report_host_fault(const std::string& what);      // kept until the next launch, which then fails with it
+std::string source_line(const void* pc);              // " (file.cu:12)", or nothing
 std::string kernel_name(const LaunchConfig& config);  // with its template arguments
 std::string base_name(const char* path);
 std::string describe(uint3 v);
@@ -125,9 +125,14 @@ enum class Access : uint8_t { read, write, atomic };
 void on_access(const void* ptr, size_t n_bytes, Access access, const void* pc);  // of the current thread
 void begin_launch_memory();
 void end_launch_memory();
-void begin_block_memory();
 void reset_stamps();
 Region* add_shared_array(const std::string& name, size_t n_bytes, size_t align);
-void block_synchronized();  // what one thread acquired through atomics, all of the block now have
+
+// order.cpp
+bool happened_before(Stamp s);              // an access of this launch, before the current thread's next one
+void exchange_releases(uintptr_t address);  // at an atomic
+void begin_launch_order();
+void begin_block_order();
+void block_synchronized();
 
 }  // namespace simt::detail

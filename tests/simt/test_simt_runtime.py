@@ -10,6 +10,7 @@ import mmap
 import re
 import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -90,11 +91,7 @@ WRONG = {
 # Where the order of threads decides which of the reports comes first, the shuffled runs only ask for some report.
 ANY_ORDER_REPORT = r"simt: |^thrown by a thread$"
 
-RIGHT = (
-    "block_sum shared_per_instance unused_dynamic reverse large_dynamic_shared narrow_neighbours barrier_predicates indices "
-    "shuffle_types half_warps votes warp_transpose partial_warp histogram last_block_sum compare_and_swap vectors "
-    "constants params full_block many_blocks in_place"
-).split()
+RIGHT = re.findall(r"^TEST\((\w+)", (KERNELS / "right.cu").read_text(), re.M)
 
 
 class Kernels:
@@ -238,14 +235,22 @@ def test_faults_leave_nothing_behind(kernels: Kernels) -> None:
     assert resident_pages() - before < 512  # 2 MB
 
 
+def test_launches_from_several_threads(kernels: Kernels) -> None:
+    """PyTorch runs backward passes on threads of its own."""
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(kernels, ["nothing"] * 30)) == [None] * 30
+
+
 def test_speed(kernels: Kernels) -> None:
     """Hundreds of launches must fit into a test run: 256 rows of 1,024 take well under a second, instrumented."""
-    start = time.perf_counter()
+    start = time.process_time()  # not disturbed by what else the machine does
     assert kernels("scale", 256, 1024) is None
-    assert time.perf_counter() - start < 2.0
+    assert time.process_time() - start < 1.0
 
 
-@pytest.mark.parametrize("name", [*(n for n in RIGHT if n != "many_blocks"), "exit_before_barrier", "missing_barrier_written", "thrown"])
+@pytest.mark.parametrize(
+    "name", [*(n for n in RIGHT if n != "many_blocks"), "exit_before_barrier", "missing_barrier_written", "thrown"]
+)
 def test_ucontext_fallback(kernels_ucontext: Kernels, name: str) -> None:
     """The switch for machines other than x86-64 does the same."""
     message = kernels_ucontext(name)

@@ -170,6 +170,15 @@ __global__ void scale_kernel(float* y, const float* x, const float* weight, int 
   for (int i = threadIdx.x; i < n_cols; i += blockDim.x) y[row + i] = x[row + i] * weight[i];
 }
 
+__global__ void warp_and_block_kernel() {
+  LS_SHARED(int, sum, 1);
+  if (threadIdx.x == 0) sum[0] = 0;
+  __syncthreads();
+  atomicAdd(&sum[0], __shfl_sync(kFullMask, 1, 5));
+  __syncthreads();
+  assert(sum[0] == 64);
+}
+
 __global__ void far_kernel(float* y, int64_t offset) { y[offset + threadIdx.x] = 1.0f; }
 
 __global__ void copy_vectors_kernel(float4* y, const float4* x) { y[threadIdx.x] = x[threadIdx.x]; }
@@ -227,12 +236,10 @@ TEST(warp_transpose, Buffer<float> x(64, "x"); for (int i = 0; i < 64; ++i) x.ho
 TEST(partial_warp, Buffer<unsigned> out(2, "out"); LS_LAUNCH(partial_warp_kernel, 1, 48, 0, nullptr, out.data());
      expect(out.host[0] == 0xffffffffu && out.host[1] == 0x0000ffffu, "ballots"))
 
-TEST(histogram, Buffer<int> x(1000, "x", false); Buffer<int> bins(8, "bins");
-     for (int i = 0; i < 1000; ++i) x.host[i] = i % 8;
+TEST(histogram, Buffer<int> x(1000, "x", false); Buffer<int> bins(8, "bins"); for (int i = 0; i < 1000; ++i) x.host[i] = i % 8;
      LS_LAUNCH(histogram_kernel, 3, 64, 0, nullptr, x.data(), bins.data(), 1000);
      for (int bin : bins.host) expect(bin == 125, "bin"))
-TEST(last_block_sum, Buffer<float> partial(128, "partial"); Buffer<unsigned> counter(1, "counter");
-     Buffer<float> out(1, "out");
+TEST(last_block_sum, Buffer<float> partial(128, "partial"); Buffer<unsigned> counter(1, "counter"); Buffer<float> out(1, "out");
      LS_LAUNCH(last_block_sum_kernel, 4, 32, 0, nullptr, partial.data(), counter.data(), out.data());
      expect(out.host[0] == 128.0f, "sum"))
 TEST(compare_and_swap, Buffer<float> out(1, "out"); LS_LAUNCH(compare_and_swap_kernel, 1, 64, 0, nullptr, out.data());
@@ -255,6 +262,11 @@ TEST(in_place, Buffer<float> x(64, "x", false, 3.0f); Buffer<float> w(64, "w", f
      simt::register_region(x.data(), 64 * sizeof(float), true, "y");
      LS_LAUNCH(scale_kernel, 1, 32, 0, nullptr, x.data(), x.data(), w.data(), 64); expect(x.host[63] == 6.0f, "product"))
 
+// Needs no region, which several threads would share.
+extern "C" const char* nothing() {
+  LS_LAUNCH(warp_and_block_kernel, 4, 64, 0, nullptr);
+  return nullptr;
+}
 extern "C" const char* last_writer(int* out) {
   return caught([=] { LS_LAUNCH(last_writer_kernel, 3, 64, 0, nullptr, out); });
 }

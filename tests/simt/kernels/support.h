@@ -25,8 +25,10 @@ const char* caught(Body body) {
   }
 }
 
-#define TEST(name, ...) \
-  extern "C" const char* name() { return caught([] { __VA_ARGS__; }); }
+#define TEST(name, ...)                 \
+  extern "C" const char* name() {       \
+    return caught([] { __VA_ARGS__; }); \
+  }
 
 // A host buffer known to the runtime.
 template <typename T>

@@ -221,9 +221,7 @@ TEST(half_warp_sync, Buffer<float> out(1, "out"); LS_LAUNCH(half_warp_sync_kerne
 __global__ void overlapping_blocks_kernel(float* y) { y[blockIdx.x * 31 + threadIdx.x] = 1.0f; }
 TEST(overlapping_blocks, Buffer<float> y(64, "y"); LS_LAUNCH(overlapping_blocks_kernel, 2, 32, 0, nullptr, y.data()))
 
-__global__ void read_of_other_block_kernel(float* y) {
-  y[blockIdx.x] = blockIdx.x == 0 ? 1.0f : y[0];
-}
+__global__ void read_of_other_block_kernel(float* y) { y[blockIdx.x] = blockIdx.x == 0 ? 1.0f : y[0]; }
 TEST(read_of_other_block, Buffer<float> y(2, "y"); LS_LAUNCH(read_of_other_block_kernel, 2, 1, 0, nullptr, y.data()))
 
 __global__ void atomic_and_plain_kernel(float* y) {
