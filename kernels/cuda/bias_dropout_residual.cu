@@ -9,7 +9,7 @@
 //
 // A thread owns eight consecutive columns, which is one draw of Philox and one 16-byte vector in 16 bits (two in fp32), and
 // walks over the rows of its block's tile with its part of the bias in registers.
-// Paper: Wang et al., LightSeq2: Accelerated Training for Transformer-Based Models on GPUs (SC'22), section 3.1.
+// Paper: Wang et al., LightSeq2: Accelerated Training for Transformer-Based Models on GPUs (SC'22).
 
 #include "cuda/column_sum.cuh"
 #include "cuda/dropout.cuh"

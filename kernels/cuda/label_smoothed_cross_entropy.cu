@@ -13,7 +13,7 @@
 // memory, each thread taking back the vectors that it put there itself. Longer rows are read again, in 16 bits mostly from
 // L2: three rows of 64 KB (V = 32,000) on each of 132 multiprocessors are 25 MB of an H100's 50 MB.
 // Rows may start at any element: up to kWidth - 1 elements at either end are done one by one, the rest in 16-byte vectors.
-// Papers: Milakov & Gimelshein, Online normalizer calculation for softmax (2018); Wang et al., LightSeq2 (SC'22), 3.1.
+// Papers: Milakov & Gimelshein, Online normalizer calculation for softmax (2018); Wang et al., LightSeq2 (SC'22).
 
 #include <cfloat>
 #include <cmath>

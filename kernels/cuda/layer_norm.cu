@@ -12,7 +12,7 @@
 // over all the rows of its block's chunk, so that stage 1 of the column sums costs no traffic but its partials.
 // Longer rows: a block owns a row and makes one pass for the statistics (Welford) or the two sums, then reads the row again,
 // by now in L1 or L2 (a row of 8,192 columns in 16 bits is 16 KB); the column sums are a kernel of their own.
-// Papers: Ba et al., Layer normalization (2016); Wang et al., LightSeq2 (SC'22), section 3.1, for the single reduction.
+// Papers: Ba et al., Layer normalization (2016); Wang et al., LightSeq2 (SC'22), for the single reduction of the backward.
 
 #include "cuda/column_sum.cuh"
 
@@ -46,7 +46,8 @@ void with_row_shape(int64_t n_cols, Body&& body) {
   return body(RowShape<32, 32>{});
 }
 
-// Rows beyond kMaxTeamColumns: 256 threads with two or more 16-byte vectors each.
+// Rows beyond kMaxTeamColumns: a row of 2,048 columns in 16 bits is one vector for each of 256 threads, and eight such blocks
+// share a multiprocessor.
 constexpr int kLongRowThreads = 256;
 
 template <int kWidth, typename scalar_t>
