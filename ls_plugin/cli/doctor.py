@@ -7,6 +7,8 @@ Standard library only, and nothing of what is judged is imported here: torch and
 own, so that a crash of theirs is a line of the report. Exit status: 0 when training can run, 1 when it cannot.
 """
 
+from __future__ import annotations  # a Python that is too old must get far enough to be told so
+
 import argparse
 import dataclasses
 import glob
@@ -112,7 +114,7 @@ def nvidia_gpus() -> list[str]:
 def check_gpu(torch: dict, seen: list[str]) -> Check:
     """Which GPU training would use, and where the chain from card to torch is broken."""
     if torch.get("gpus"):
-        names = ", ".join(f"{name} (sm_{cap})" for name, cap in zip(torch["gpus"], torch["capabilities"]))
+        names = ", ".join(f"{name} (sm_{cap})" for name, cap in zip(torch["gpus"], torch["capabilities"], strict=True))
         return Check("GPU", OK, f"{names}, CUDA {torch['cuda_build']}")
     if not seen:
         return Check("GPU", OK, "none; training runs on the CPU")
