@@ -186,7 +186,8 @@ class Quickstart:
         folder = self.out / "runs" / name
         folder.mkdir(parents=True, exist_ok=True)
         record, log = folder / "record.jsonl", folder / "log.txt"
-        device = ["--fp16"] if self.args.device == "cuda" else ["--cpu"]
+        # One GPU also where there are several: fairseq would start a process for each, out of the stop-watch's reach.
+        device = ["--fp16", "--distributed-world-size", "1"] if self.args.device == "cuda" else ["--cpu"]
         command = [sys.executable, str(HERE / "timed_train.py"), str(record), kind]
         command += ["--deadline", str(deadline)] if deadline else []
         command += ["--", str(self.data / "bin"), "--task", "translation", "--share-all-embeddings", "--no-progress-bar"]

@@ -62,6 +62,14 @@ def test_no_speed_up_is_claimed_where_losses_differ(report, out):
     assert all("x" not in row[3] for row in report.comparison_rows(comparison))
 
 
+def test_no_speed_up_is_claimed_on_a_busy_machine(report, out):
+    record = out / "runs" / "ls-2" / "record.jsonl"
+    record.unlink()
+    write_record(record, "ls", [update(n, 1.5) for n in range(1, 41)])
+    verdict = report.verdict(report.collect(out).comparison)
+    assert "the ls runs differ by 33 % in speed" in verdict and "as fast" not in verdict
+
+
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])
 def test_a_broken_loss_is_never_comparable(report, out, loss):
     for index in (1, 2):
