@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets up what is missing and runs the tests: bash tests/run.sh [--all] [pytest's arguments].
 # By default the quick tests, on two workers; --all runs the slow ones too. With a path or -k it is the same set-up and
-# then just that: bash tests/run.sh tests/ops/test_adam.py -k tail
+# then just that, paths counted from the repository's root: bash tests/run.sh tests/ops/test_adam.py -k tail
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -12,9 +12,7 @@ if [ "${1:-}" = --all ]; then
   select=()
   shift
 fi
-# One worker for each core, one thread for each worker: the tensors are small, and oversubscribed threads only wait.
-# Paths are given last on the command line by everybody, so a bare run names the folder.
-[ $# -gt 0 ] || set -- "$ROOT/tests"
+# One thread for each worker: the tensors are small, and oversubscribed threads only wait for each other.
+cd "$ROOT"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-exec "$ROOT/.venv/bin/python" -m pytest -n "${LS_TEST_WORKERS:-2}" --dist loadfile --rootdir "$ROOT" \
-  ${select[@]+"${select[@]}"} "$@"
+exec .venv/bin/python -m pytest -n "${LS_TEST_WORKERS:-2}" --dist loadfile ${select[@]+"${select[@]}"} "$@"
