@@ -40,7 +40,16 @@ logger = logging.getLogger(__name__)
 
 _NAMES_KEY = "ls_plugin"  # where a checkpoint keeps the ls_ names
 # What torch's readers and fairseq's upgrade of old states raise on damaged or foreign files, found by damaging files.
-_LOADING_ERRORS = (pickle.UnpicklingError, AttributeError, EOFError, LookupError, OSError, RuntimeError, TypeError, UnicodeDecodeError)
+_LOADING_ERRORS = (
+    pickle.UnpicklingError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    UnicodeDecodeError,
+)
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -76,8 +85,19 @@ def _safe_globals() -> list:
     numpy_dtypes = {type(np.dtype(code)) for code in np.typecodes["All"]}
     configuration = [argparse.Namespace, omegaconf.DictConfig, omegaconf.ListConfig]
     configuration += [omegaconf.base.ContainerMetadata, omegaconf.base.Metadata]
-    configuration += [getattr(omegaconf, f"{kind}Node") for kind in ("Any", "Boolean", "Enum", "Float", "Integer", "String")]
-    configuration += [bool, dict, float, int, list, str, collections.defaultdict, typing.Any]  # omegaconf notes the types of values
+    configuration += [
+        getattr(omegaconf, f"{kind}Node") for kind in ("Any", "Boolean", "Enum", "Float", "Integer", "String")
+    ]
+    configuration += [
+        bool,
+        dict,
+        float,
+        int,
+        list,
+        str,
+        collections.defaultdict,
+        typing.Any,
+    ]  # omegaconf notes the types of values
     meter_classes = [meters.AverageMeter, meters.StopwatchMeter, meters.TimeMeter]
     meter_classes += [(meter, f"fairseq.meters.{meter.__name__}") for meter in meter_classes]
     between_ranks = [distributed_utils._TensorPlaceholder]
@@ -96,7 +116,9 @@ def _load_checkpoint(stock, cfg, trainer, **kwargs):
     else:
         path = cfg.restore_file.replace(".pt", f"{suffix}.pt")
     if os.path.lexists(path) or not (resumes_by_default or PathManager.path_requires_pathmanager(path)):
-        _check_readable(path, "to start from scratch, " + ("move it away" if resumes_by_default else "drop --restore-file"))
+        _check_readable(
+            path, "to start from scratch, " + ("move it away" if resumes_by_default else "drop --restore-file")
+        )
     return stock(cfg, trainer, **kwargs)
 
 
@@ -118,11 +140,15 @@ def _check_readable(path: str, otherwise: str = "") -> None:
         dangling = " (a dangling link)" if os.path.islink(path) else ""
         raise CheckpointError(f"checkpoint {path}: must be a file, but does not exist{dangling}{otherwise}")
     if not os.path.isfile(path):
-        raise CheckpointError(f"checkpoint {path}: must be a file, got a {'directory' if os.path.isdir(path) else 'special file'}{otherwise}")
+        raise CheckpointError(
+            f"checkpoint {path}: must be a file, got a {'directory' if os.path.isdir(path) else 'special file'}{otherwise}"
+        )
     if not os.access(path, os.R_OK):
         raise CheckpointError(f"checkpoint {path}: permission to read is missing{otherwise}")
     if os.path.getsize(path) == 0:
-        raise CheckpointError(f"checkpoint {path}: must hold a saved state, got an empty file (0 bytes); take an earlier checkpoint{otherwise}")
+        raise CheckpointError(
+            f"checkpoint {path}: must hold a saved state, got an empty file (0 bytes); take an earlier checkpoint{otherwise}"
+        )
 
 
 @contextlib.contextmanager

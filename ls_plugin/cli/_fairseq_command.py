@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fairseq import models
-from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
+from torch.multiprocessing import ProcessExitedException
 
 from ls_plugin.errors import DataError, LightSeqError, UnsupportedError
 
@@ -23,20 +23,16 @@ PLUGIN_DIR = Path(__file__).resolve().parents[1]
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
 
-def run(command: str, cli_main: Callable[[], None], required: tuple[str, ...] = ()) -> None:
+def run(command: str, cli_main: Callable[[], None]) -> None:
     """Runs one of fairseq's ``cli_main`` functions on ``sys.argv``, and exits.
 
     Args:
         command: name of the console script, for messages.
         cli_main: reads ``sys.argv``; its worker function should be wrapped by :func:`check_and_run`.
-        required: options without which fairseq's parser fails in a way that nobody understands.
     """
     set_up_logging()
     arguments = sys.argv[1:]
     try:
-        for flag in required:
-            if not _values(arguments, flag) and not {"-h", "--help"} & set(arguments):
-                raise UnsupportedError(f"{flag}: required, as in {flag} translation")
         # With another --user-dir both are imported: fairseq imports that one, and the worker function, which belongs to the plugin, brings
         # the plugin along wherever it is unpickled.
         if not _values(arguments, "--user-dir"):
@@ -65,7 +61,9 @@ def check_data(cfg) -> None:
     data = getattr(cfg if isinstance(cfg, Namespace) else cfg.task, "data", None)
     for path in (data or "").split(os.pathsep):
         if path and not os.path.isdir(path):
-            raise DataError(f"data: must be a directory written by fairseq-preprocess, got {path!r}, which {_what_is(path)}")
+            raise DataError(
+                f"data: must be a directory written by fairseq-preprocess, got {path!r}, which {_what_is(path)}"
+            )
 
 
 def _what_is(path: str) -> str:
@@ -75,7 +73,7 @@ def _what_is(path: str) -> str:
 def _values(arguments: list[str], *flags: str) -> list[str]:
     """The values that a command line gives to an option, as ``--flag value`` or ``--flag=value``."""
     values = []
-    for argument, following in zip(arguments, [*arguments[1:], ""]):
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
         name, equals, attached = argument.partition("=")
         if name in flags:
             values.append(attached if equals else following)
@@ -87,7 +85,9 @@ def _check_arch(arguments: list[str]) -> None:
     for arch in _values(arguments, "--arch", "-a"):
         if arch not in models.ARCH_MODEL_REGISTRY:
             ours = models.ARCH_MODEL_INV_REGISTRY["ls_transformer"]
-            near = difflib.get_close_matches(arch, [*ours, *models.ARCH_MODEL_INV_REGISTRY["transformer"]], n=4, cutoff=0.5)
+            near = difflib.get_close_matches(
+                arch, [*ours, *models.ARCH_MODEL_INV_REGISTRY["transformer"]], n=4, cutoff=0.5
+            )
             raise UnsupportedError(f"--arch {arch}: unknown; did you mean {', '.join(near or ours)}?")
 
 
@@ -107,25 +107,32 @@ def _tell(command: str, error: BaseException) -> int:
         if os.environ.get("LS_DEBUG") != "1":
             traceback.print_exception(error)
         return EXIT_FAILED
-    print(f"{command}: error: {known}", file=sys.stderr)
-    return EXIT_USAGE if isinstance(error, UnsupportedError) else EXIT_FAILED
+    status, line = known
+    print(f"{command}: error: {line}", file=sys.stderr)
+    return status
 
 
-def _known_cause(error: BaseException) -> str | None:
-    """One line for errors of the user's input, None for what may be a bug."""
+def _known_cause(error: BaseException) -> tuple[int, str] | None:
+    """Exit status and one line for errors of the user's input, None for what may be a bug."""
     message = str(error)
     if isinstance(error, FileNotFoundError):
         missing = error.filename or message.removeprefix("Dataset not found: ")
-        return f"not found: {missing}; was it written by fairseq-preprocess, and are --source-lang, --target-lang and the subset right?"
-    if isinstance(error, ProcessRaisedException):
-        return None
-    if isinstance(error, (LightSeqError, OSError)) or (isinstance(error, AssertionError) and message):
-        return re.sub(r"\s*\n\s*", " ", message)
+        advice = "was it written by fairseq-preprocess, and are --source-lang, --target-lang and the subset right?"
+        return EXIT_FAILED, f"not found: {missing}; {advice}"
+    if isinstance(error, LightSeqError | OSError) or (isinstance(error, AssertionError) and message):
+        status = EXIT_USAGE if isinstance(error, UnsupportedError) else EXIT_FAILED
+        return status, re.sub(r"\s*\n\s*", " ", message)
+    # The next two are what fairseq's parser raises.
+    if isinstance(error, RuntimeError) and not message:
+        return EXIT_USAGE, "--arch: required, as in --arch ls_transformer"
+    if isinstance(error, KeyError) and error.args == (None,):
+        return EXIT_USAGE, "--task: required, as in --task translation"
     if "Could not infer language pair" in message:
-        return "data: cannot infer the languages, since no file is named like train.de-en.de.idx; was the directory written by fairseq-preprocess?"
+        advice = "since no file is named like train.de-en.de.idx; was the directory written by fairseq-preprocess?"
+        return EXIT_FAILED, f"data: cannot infer the languages, {advice}"
     if message.startswith("Cannot load model parameters from checkpoint"):
-        cause = error.__context__
-        return f"{message.split(';')[0]}: {_first_lines(cause)}; give the flags of the model that was saved"
+        cause = _first_lines(error.__context__)
+        return EXIT_FAILED, f"{message.split(';')[0]}: {cause}; give the flags of the model that was saved"
     return None
 
 

@@ -14,7 +14,7 @@ def worker_main(cfg, **kwargs):
 
 def main() -> None:
     stock.main = worker_main
-    run("lightseq-validate", stock.cli_main, required=("--task",))
+    run("lightseq-validate", stock.cli_main)
 
 
 if __name__ == "__main__":

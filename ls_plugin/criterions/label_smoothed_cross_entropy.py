@@ -2,8 +2,8 @@
 
 import torch
 from fairseq import utils
-from fairseq.criterions import register_criterion
 from fairseq.criterions import label_smoothed_cross_entropy as stock
+from fairseq.criterions import register_criterion
 from fairseq.models import FairseqDecoder
 from torch import Tensor
 

@@ -9,7 +9,9 @@ from ls_plugin.errors import UnsupportedError
 # relu_squared is no choice of --activation-fn but works when a configuration sets it; swish does not (fairseq hands out a class).
 ACTIVATIONS = (*get_available_activation_fns(), "relu_squared")
 
-_FUSED_PRODUCT = "the last product of the feed-forward network is fused with its dropout and residual, and would bypass it"
+_FUSED_PRODUCT = (
+    "the last product of the feed-forward network is fused with its dropout and residual, and would bypass it"
+)
 _NO_LAYER = "the fused layers do not contain it"
 
 # Attribute of the model's arguments, and why a value other than "off" is refused.

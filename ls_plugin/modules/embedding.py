@@ -16,7 +16,9 @@ class TokenEmbedding(nn.Embedding):
     @classmethod
     def of(cls, embedding: nn.Embedding) -> "TokenEmbedding":
         """The same embedding, sharing its weight."""
-        ours = cls(embedding.num_embeddings, embedding.embedding_dim, embedding.padding_idx, _weight=embedding.weight.data)
+        ours = cls(
+            embedding.num_embeddings, embedding.embedding_dim, embedding.padding_idx, _weight=embedding.weight.data
+        )
         ours.weight = embedding.weight
         return ours
 

@@ -165,4 +165,4 @@ def _restore_attention_state(attention, incremental_state, state: list[Tensor] |
     if incremental_state is None:
         raise ValueError("decoder layer: prev_self_attn_state and prev_attn_state need an incremental_state, got None")
     names = ("prev_key", "prev_value", "prev_key_padding_mask")
-    attention._set_input_buffer(incremental_state, dict(zip(names, state)))
+    attention._set_input_buffer(incremental_state, dict(zip(names, state, strict=False)))

@@ -9,6 +9,7 @@ from ls_plugin import ops
 from ls_plugin.errors import CheckpointError, UnsupportedError
 from ls_plugin.optim.engine import ContiguousBuffer, GradientScale
 
+
 class ContiguousAdam(torch.optim.Optimizer):
     """Adam by fairseq's formula (eps beside the uncorrected sqrt(v), decoupled weight decay), one launch per buffer.
 
@@ -100,7 +101,7 @@ class ContiguousAdam(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._adopt_foreign_grads()
-        for group, buffers in zip(self.param_groups, self._buffers):
+        for group, buffers in zip(self.param_groups, self._buffers, strict=True):
             for buffer in buffers:
                 buffer.check_views()
                 self._step_buffer(group, buffer)
@@ -153,15 +154,19 @@ class ContiguousAdam(torch.optim.Optimizer):
                 "or by another precision (--fp16 stores one flat parameter)? Resume with --reset-optimizer"
             )
         if any(group.get("amsgrad") for group in saved_groups):
-            raise CheckpointError("ls_adam: the saved state must be without amsgrad, got amsgrad=True; resume with --reset-optimizer")
+            raise CheckpointError(
+                "ls_adam: the saved state must be without amsgrad, got amsgrad=True; resume with --reset-optimizer"
+            )
         self.state.clear()
         for exp_avg, exp_avg_sq in self._moments.values():
             exp_avg.zero_()
             exp_avg_sq.zero_()
-        for saved_group, group, buffers in zip(saved_groups, self.param_groups, self._buffers):
+        for saved_group, group, buffers in zip(saved_groups, self.param_groups, self._buffers, strict=True):
             group.update({key: value for key, value in saved_group.items() if key in self.defaults})
             saved_state = {
-                p: state_dict["state"][key] for key, p in zip(saved_group["params"], group["params"]) if key in state_dict["state"]
+                p: state_dict["state"][key]
+                for key, p in zip(saved_group["params"], group["params"], strict=True)
+                if key in state_dict["state"]
             }
             for buffer in buffers:
                 for i, p in enumerate(buffer.params):
@@ -236,7 +241,9 @@ class FairseqAdam(stock.FairseqAdam):
     def step(self, closure=None, scale=1.0, groups=None):
         """One update with the gradients divided by ``scale``."""
         if groups is not None:
-            raise UnsupportedError("--optimizer ls_adam: stepping some parameter groups only is unsupported. Use --optimizer adam")
+            raise UnsupportedError(
+                "--optimizer ls_adam: stepping some parameter groups only is unsupported. Use --optimizer adam"
+            )
         if not (isinstance(scale, (int, float)) and scale == 1.0):
             self.optimizer.multiply_grads(1.0 / scale)
         self.optimizer.step(closure)

@@ -97,7 +97,9 @@ class ContiguousBuffer:
                 self._adopt(i)
 
     def has_foreign_grad(self) -> bool:
-        return any(p.grad is not None and p.grad is not home for p, home in zip(self.params, self._grad_views))
+        return any(
+            p.grad is not None and p.grad is not home for p, home in zip(self.params, self._grad_views, strict=True)
+        )
 
     def zero_grad(self) -> None:
         for p in self.params:
@@ -106,7 +108,7 @@ class ContiguousBuffer:
     def check_views(self) -> None:
         """Raises RuntimeError if a parameter's memory was replaced, for then an update would miss the model."""
         base, size = self.param.data_ptr(), self.param.element_size()
-        for p, offset in zip(self.params, self.offsets):
+        for p, offset in zip(self.params, self.offsets, strict=True):
             if p.numel() and p.data_ptr() != base + offset * size:
                 raise RuntimeError(
                     f"ls_adam: a parameter of shape {tuple(p.shape)} must live in the optimizer's buffer, but its memory was replaced "

@@ -35,7 +35,12 @@ HONOURED = {
     "checkpoint_activations": {"checkpoint_activations": True},
     "offload_activations": {"offload_activations": True},
     "adaptive_softmax": {"adaptive_softmax_cutoff": "8,16", "adaptive_softmax_dropout": 0.0},
-    "odd_width": {"encoder_embed_dim": 20, "encoder_ffn_embed_dim": 37, "encoder_attention_heads": 4, "decoder_attention_heads": 2},
+    "odd_width": {
+        "encoder_embed_dim": 20,
+        "encoder_ffn_embed_dim": 37,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 2,
+    },
 }
 
 
@@ -62,7 +67,7 @@ def test_forward_and_gradients_equal_stock(build_twins, batch, options):
     assert len(our_extra["inner_states"]) == len(stock_extra["inner_states"])
     if stock_extra["attn"][0] is not None:
         assert_close(our_extra["attn"][0], stock_extra["attn"][0], OUTPUT_TOLERANCE)
-    for (name, p), q in zip(stock.named_parameters(), ours.parameters()):
+    for (name, p), q in zip(stock.named_parameters(), ours.parameters(), strict=True):
         assert (p.grad is None) == (q.grad is None), name
         if p.grad is not None:
             assert_close(q.grad, p.grad, GRAD_TOLERANCE)
@@ -94,7 +99,7 @@ def test_layerdrop_drops_the_layers_that_stock_drops(build_twins, batch):
 
 def test_layers_to_keep_prunes_a_checkpoint(build_twins, batch, tiny_args, task):
     """As a list, which the command line gives, and as a string, which --model-overrides gives."""
-    stock, ours = build_twins(encoder_layers=4)
+    _, ours = build_twins(encoder_layers=4)
     weights = ours.state_dict()
     outputs = []
     for kept in ([0, 3], "0,3"):
@@ -118,12 +123,15 @@ def test_return_fc(build_twins, batch):
         encoder = cls(model.encoder.cfg, model.encoder.dictionary, model.encoder.embed_tokens, return_fc=True)
         encoder.load_state_dict(stock.encoder.state_dict())
         results.append(encoder.eval()(batch["src_tokens"], return_all_hiddens=True))
-    for stock_fc, our_fc in zip(results[0]["fc_results"], results[1]["fc_results"]):
+    for stock_fc, our_fc in zip(results[0]["fc_results"], results[1]["fc_results"], strict=True):
         assert_close(our_fc, stock_fc, OUTPUT_TOLERANCE)
 
 
 @pytest.mark.parametrize("beam", [1, 5])
-@pytest.mark.parametrize("options", [{}, PRE_NORM, {"cross_self_attention": True}, {"no_cross_attention": True, "cross_self_attention": True}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, PRE_NORM, {"cross_self_attention": True}, {"no_cross_attention": True, "cross_self_attention": True}],
+)
 def test_generation_equals_stock_token_for_token(build_twins, batch, beam, options):
     stock, ours = build_twins(**options)
     hypotheses = []
@@ -183,11 +191,14 @@ def test_checkpointed_activations_redraw_the_same_masks(build_twins, batch):
         torch.manual_seed(9)
         ours.train()(**batch)[0].square().sum().backward()
         gradients.append([p.grad for p in ours.parameters()])
-    for plain, checkpointed in zip(*gradients):
+    for plain, checkpointed in zip(*gradients, strict=True):
         assert_close(checkpointed, plain, GRAD_TOLERANCE)
 
 
-@pytest.mark.parametrize("kept, expected", [(None, {"all"}), (["TransformerDecoderLayerBase"], {"decoder_layers"}), (["TransformerEncoder"], {"encoder"})])
+@pytest.mark.parametrize(
+    "kept, expected",
+    [(None, {"all"}), (["TransformerDecoderLayerBase"], {"decoder_layers"}), (["TransformerEncoder"], {"encoder"})],
+)
 def test_retain_dropout_knows_stock_names(build_twins, kept, expected):
     _, ours = build_twins(dropout=0.3)
     ours.make_generation_fast_(retain_dropout=True, retain_dropout_modules=kept)
@@ -253,4 +264,3 @@ def test_unsupported_flag_is_refused_by_name(task, tiny_args, name, value):
 def test_all_reasons_are_given_at_once(tiny_args):
     assert len(unsupported_reasons(tiny_args(**REFUSED))) == len(REFUSED)
     assert unsupported_reasons(tiny_args()) == []
-

@@ -59,7 +59,11 @@ def test_embedding_shares_its_weight_and_names_a_bad_id():
 
 def test_fused_modules_take_over_parameters_and_leave_grandchildren():
     module = nn.Module()
-    module.norm, module.dropout, module.inner = nn.LayerNorm(8, eps=1e-3), FairseqDropout(0.3, module_name="X"), nn.Module()
+    module.norm, module.dropout, module.inner = (
+        nn.LayerNorm(8, eps=1e-3),
+        FairseqDropout(0.3, module_name="X"),
+        nn.Module(),
+    )
     module.inner.norm = nn.LayerNorm(8)
     module.plain = nn.LayerNorm(8, elementwise_affine=False)
     weight = module.norm.weight

@@ -7,9 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fairseq.optim import OPTIMIZER_REGISTRY, FP16Optimizer, MemoryEfficientFP16Optimizer
+from fairseq.optim import OPTIMIZER_REGISTRY, FP16Optimizer, MemoryEfficientFP16Optimizer, build_optimizer
 from fairseq.optim import adam as stock_adam
-from fairseq.optim import build_optimizer
 from omegaconf import OmegaConf
 from torch import nn
 
@@ -43,7 +42,7 @@ def twins(shapes=((3, 5), (7,), (1,)), dtype=torch.float32, **options):
 def set_gradients(pairs, seed, skip=(), scale=1.0):
     """The same gradients on all, through autograd."""
     generator = torch.Generator().manual_seed(seed)
-    for i, group in enumerate(zip(*(params for params, _ in pairs))):
+    for i, group in enumerate(zip(*(params for params, _ in pairs), strict=True)):
         gradient = torch.randn(group[0].shape, generator=generator).to(group[0].dtype) * scale
         if i not in skip:
             for p in group:
@@ -52,7 +51,7 @@ def set_gradients(pairs, seed, skip=(), scale=1.0):
 
 def assert_same(pairs, tolerance=TOLERANCE):
     (stock_params, stock), (our_params, ours) = pairs
-    for p, q in zip(stock_params, our_params):
+    for p, q in zip(stock_params, our_params, strict=True):
         torch.testing.assert_close(q.data, p.data, rtol=tolerance, atol=tolerance)
         assert (p in stock.optimizer.state) == (q in ours.optimizer.state)
         if p in stock.optimizer.state:
@@ -90,7 +89,7 @@ def test_every_element_is_updated(size):
         for params, optimizer in pairs:
             before = [p.detach().clone() for p in params]
             optimizer.step()
-            assert all((p != q).all() for p, q in zip(before, params))
+            assert all((p != q).all() for p, q in zip(before, params, strict=True))
     assert_same(pairs)
 
 
@@ -227,7 +226,7 @@ def test_backward_after_scaling_adds_to_the_scaled_gradient():
 
 
 def assert_same_gradients(pairs):
-    for p, q in zip(pairs[0][0], pairs[1][0]):
+    for p, q in zip(pairs[0][0], pairs[1][0], strict=True):
         torch.testing.assert_close(q.grad, p.grad)
 
 
@@ -298,7 +297,7 @@ def test_one_launch_per_step(monkeypatch):
     original = adam.ops.adam_step
     monkeypatch.setattr(adam.ops, "adam_step", lambda *args, **kwargs: (calls.append(1), original(*args, **kwargs)))
     params, optimizer = twins(shapes=[(5,)] * 20)[1]
-    for step in range(3):
+    for _ in range(3):
         optimizer.zero_grad()
         sum((p * p).sum() for p in params).backward()
         optimizer.clip_grad_norm(1.0)
@@ -323,7 +322,7 @@ def test_building_again_moves_the_parameters_and_frees_the_old_buffers():
     del first
     gc.collect()
     assert old() is None
-    assert all(torch.equal(p, value) for p, value in zip(params, values))
+    assert all(torch.equal(p, value) for p, value in zip(params, values, strict=True))
     sum(p.sum() for p in params).backward()
     second.step()
     assert not torch.equal(params[0], values[0])
@@ -349,7 +348,7 @@ def test_sparse_gradient_is_refused():
 
 
 def run_steps(pair, seeds, skip=()):
-    params, optimizer = pair
+    _params, optimizer = pair
     for seed in seeds:
         optimizer.zero_grad()
         set_gradients([pair], seed, skip=skip)
@@ -358,7 +357,9 @@ def run_steps(pair, seeds, skip=()):
         optimizer.step()
 
 
-@pytest.mark.parametrize("source, target", [(0, 1), (1, 0), (1, 1)], ids=["adam->ls_adam", "ls_adam->adam", "ls_adam->ls_adam"])
+@pytest.mark.parametrize(
+    "source, target", [(0, 1), (1, 0), (1, 1)], ids=["adam->ls_adam", "ls_adam->adam", "ls_adam->ls_adam"]
+)
 def test_state_moves_between_the_two(source, target):
     """Five steps, save, load into the other, five more: as ten steps of the first."""
     whole, first, second = (twins(weight_decay=0.01)[i] for i in (source, source, target))
@@ -366,14 +367,14 @@ def test_state_moves_between_the_two(source, target):
     run_steps(first, range(5), skip=())
     saved = copy.deepcopy(first[1].state_dict())
     with torch.no_grad():
-        for p, q in zip(second[0], first[0]):
+        for p, q in zip(second[0], first[0], strict=True):
             p.copy_(q)
     second[1].load_state_dict(saved)
     run_steps(second, range(5, 10))
-    for p, q in zip(whole[0], second[0]):
+    for p, q in zip(whole[0], second[0], strict=True):
         torch.testing.assert_close(q, p, rtol=TOLERANCE, atol=TOLERANCE)
     if source == target:
-        assert all(torch.equal(p, q) for p, q in zip(whole[0], second[0]))
+        assert all(torch.equal(p, q) for p, q in zip(whole[0], second[0], strict=True))
 
 
 def test_state_dict_has_stock_keys():
@@ -423,7 +424,9 @@ def test_state_of_apex_counts_steps_per_group():
     assert pair[1].optimizer.state[pair[0][0]]["step"] == 4
 
 
-@pytest.mark.parametrize("change, message", [("group", "parameters per group"), ("shape", "shape"), ("amsgrad", "amsgrad")])
+@pytest.mark.parametrize(
+    "change, message", [("group", "parameters per group"), ("shape", "shape"), ("amsgrad", "amsgrad")]
+)
 def test_a_state_that_does_not_fit_is_refused(change, message):
     pair = twins()[1]
     run_steps(pair, range(1))
@@ -474,7 +477,7 @@ def test_parameter_groups_with_their_own_options():
             sum(p.square().sum() for p in params).backward()
             optimizer.step()
         results.append(params)
-    for p, q in zip(*results):
+    for p, q in zip(*results, strict=True):
         torch.testing.assert_close(q, p)
 
 
@@ -503,19 +506,21 @@ def test_under_fairseqs_wrappers(wrapper, dtype):
         norms = []
         for params, optimizer in pairs:
             optimizer.zero_grad()
-            optimizer.backward(sum((p * g).sum() for p, g in zip(params, gradients)))
+            optimizer.backward(sum((p * g).sum() for p, g in zip(params, gradients, strict=True)))
             optimizer.multiply_grads(0.5)
             norms.append(optimizer.clip_grad_norm(1.0))
             optimizer.step()
         torch.testing.assert_close(norms[1], norms[0], check_dtype=False)
     # The fp32 results round to 16 bits; where the last bit differs, they lay at a rounding boundary.
     eps = torch.finfo(dtype).eps
-    for p, q in zip(pairs[0][0], pairs[1][0]):
+    for p, q in zip(pairs[0][0], pairs[1][0], strict=True):
         torch.testing.assert_close(q.float(), p.float(), rtol=2 * eps, atol=2 * eps)
     state, expected = pairs[1][1].state_dict(), pairs[0][1].state_dict()
     for i in expected["state"]:
         # Stock rounds the scaled gradient to 16 bits before the moments take it in; here it stays fp32.
-        torch.testing.assert_close(state["state"][i]["exp_avg"], expected["state"][i]["exp_avg"].float(), rtol=4 * eps, atol=eps / 8)
+        torch.testing.assert_close(
+            state["state"][i]["exp_avg"], expected["state"][i]["exp_avg"].float(), rtol=4 * eps, atol=eps / 8
+        )
         assert state["state"][i]["exp_avg"].dtype == torch.float32
     pairs[1][1].load_state_dict(copy.deepcopy(state))
     torch.testing.assert_close(pairs[1][1].state_dict()["state"], copy.deepcopy(state)["state"])

@@ -3,24 +3,69 @@
 import json
 import os
 import random
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from fairseq import options
+from fairseq_cli import preprocess
 
 ROOT = Path(__file__).resolve().parents[2]
-GERMAN = "der die das hund katze haus baum sieht liebt geht steht klein gross rot blau und nicht heute morgen wald".split()
-ENGLISH = "the a that dog cat house tree sees loves goes stands small big red blue and not today tomorrow forest".split()
+GERMAN = [
+    "der",
+    "die",
+    "das",
+    "hund",
+    "katze",
+    "haus",
+    "baum",
+    "sieht",
+    "liebt",
+    "geht",
+    "steht",
+    "klein",
+    "gross",
+    "rot",
+    "blau",
+    "und",
+    "nicht",
+    "heute",
+    "morgen",
+    "wald",
+]
+ENGLISH = [
+    "the",
+    "a",
+    "that",
+    "dog",
+    "cat",
+    "house",
+    "tree",
+    "sees",
+    "loves",
+    "goes",
+    "stands",
+    "small",
+    "big",
+    "red",
+    "blue",
+    "and",
+    "not",
+    "today",
+    "tomorrow",
+    "forest",
+]
 # Everything but the names of architecture, criterion and optimizer; dropout 0 for parity.
-TRAINING = (
+TRAINING = shlex.split(
     "--encoder-embed-dim 32 --encoder-ffn-embed-dim 64 --encoder-layers 2 --decoder-layers 2 --encoder-attention-heads 2 "
     "--decoder-attention-heads 2 --lr 5e-3 --lr-scheduler inverse_sqrt --warmup-updates 4 --clip-norm 1.0 --weight-decay 0.01 "
     "--label-smoothing 0.1 --report-accuracy --max-tokens 300 --max-update 20 --save-interval-updates 10 --disable-validation "
     "--log-format json --log-interval 1 --seed 7 --dropout 0 --num-workers 0 --cpu"
-).split()
-STOCK = "--arch transformer --criterion label_smoothed_cross_entropy --optimizer adam".split()
-OURS = "--arch ls_transformer --criterion ls_label_smoothed_cross_entropy --optimizer ls_adam".split()
+)
+STOCK = shlex.split("--arch transformer --criterion label_smoothed_cross_entropy --optimizer adam")
+OURS = shlex.split("--arch ls_transformer --criterion ls_label_smoothed_cross_entropy --optimizer ls_adam")
 
 
 def write_corpus(folder: Path) -> None:
@@ -31,7 +76,7 @@ def write_corpus(folder: Path) -> None:
         for _ in range(n_sentences):
             words = [min(int(rng.expovariate(0.15)), 19) for _ in range(rng.randint(2, 12))]
             pairs.append((" ".join(GERMAN[i] for i in words), " ".join(ENGLISH[i] for i in reversed(words))))
-        for language, sentences in zip(("de", "en"), zip(*pairs)):
+        for language, sentences in zip(("de", "en"), zip(*pairs, strict=True), strict=False):
             (folder / f"{split}.{language}").write_text("\n".join(sentences) + "\n")
 
 
@@ -41,7 +86,9 @@ class Commands:
     def __init__(self, data: Path):
         self.data = data
 
-    def start(self, module: str, *arguments, plugin: bool = True, env: dict | None = None, **options) -> subprocess.Popen:
+    def start(
+        self, module: str, *arguments, plugin: bool = True, env: dict | None = None, **options
+    ) -> subprocess.Popen:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **(env or {})}
         if plugin:
             environment["PYTHONPATH"] = str(ROOT)
@@ -73,9 +120,8 @@ def commands(tmp_path_factory) -> Commands:
     write_corpus(folder)
     runner = Commands(folder / "bin")
     prefixes = [f"--{split}pref={folder / split}" for split in ("train", "valid", "test")]
-    runner.run(
-        "fairseq_cli.preprocess", "--source-lang", "de", "--target-lang", "en", *prefixes, "--destdir", runner.data, plugin=False
-    )
+    flags = ["--source-lang", "de", "--target-lang", "en", *prefixes, "--destdir", str(runner.data)]
+    preprocess.main(options.get_preprocessing_parser().parse_args(flags))
     return runner
 
 

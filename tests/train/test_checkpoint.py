@@ -1,5 +1,6 @@
 """Checkpoints: what loads, what is refused and how, and what a killed, interrupted or failed save leaves behind."""
 
+import io
 import os
 import resource
 import signal
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from fairseq import checkpoint_utils
+from fairseq.distributed import utils as distributed_utils
 from fairseq.logging import meters
 from omegaconf import OmegaConf
 
@@ -29,7 +31,14 @@ def make_state(value=1.0, n_elem=5000):
             "task": {"_name": "translation"},
         },
         "model": {"weight": torch.full((n_elem,), value), "bias": torch.zeros(3)},
-        "optimizer_history": [{"optimizer_name": "FairseqAdam", "criterion_name": "X", "lr_scheduler_state": {"best": None}, "num_updates": 3}],
+        "optimizer_history": [
+            {
+                "optimizer_name": "FairseqAdam",
+                "criterion_name": "X",
+                "lr_scheduler_state": {"best": None},
+                "num_updates": 3,
+            }
+        ],
         "extra_state": {"train_iterator": {"epoch": 1}, "val_loss": np.float64(2.5), "metrics": {}},
     }
 
@@ -60,10 +69,27 @@ def test_what_fairseq_stores_loads_with_the_protection_on(tmp_path):
 
 def test_configurations_of_fairseq_0_10_load(tmp_path):
     state = make_state()
-    tree = {"model": {"_name": "transformer", "layers": [1, 2], "rate": 0.5, "flag": True, "nothing": None}, "task": {"_name": "x"}}
+    tree = {
+        "model": {"_name": "transformer", "layers": [1, 2], "rate": 0.5, "flag": True, "nothing": None},
+        "task": {"_name": "x"},
+    }
     state["cfg"] = OmegaConf.create(tree)
     torch.save(state, tmp_path / "c.pt")
     assert load(tmp_path / "c.pt")["cfg"].model.layers == [1, 2]
+
+
+def test_a_checkpoint_travels_between_ranks(tmp_path):
+    """Rank 0 reads it, and sends it with placeholders for the tensors, which follow one by one."""
+    tensors: list = []
+    for message in (
+        distributed_utils._split_tensors_from_obj(load(save(tmp_path / "c.pt")), tensors),
+        [{"dtype": t.dtype} for t in tensors],
+    ):
+        buffer = io.BytesIO()
+        torch.save(message, buffer)
+        buffer.seek(0)
+        received = torch.load(buffer)
+    assert received[0]["dtype"] == torch.float32
 
 
 class Foreign:
@@ -152,7 +178,11 @@ def test_names_are_stock_on_disk_and_ours_after_loading(tmp_path):
     assert on_disk["criterion"] == {"_name": "label_smoothed_cross_entropy", "label_smoothing": 0.1}
     assert on_disk["optimizer"]["_name"] == "adam"
     cfg = load(path)["cfg"]
-    assert (cfg.model.arch, cfg.criterion._name, cfg.optimizer._name) == ("ls_transformer", "ls_label_smoothed_cross_entropy", "ls_adam")
+    assert (cfg.model.arch, cfg.criterion._name, cfg.optimizer._name) == (
+        "ls_transformer",
+        "ls_label_smoothed_cross_entropy",
+        "ls_adam",
+    )
 
 
 def test_stock_checkpoints_keep_their_names(tmp_path):
@@ -225,7 +255,9 @@ def save_slowly(path):
     return act
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=["interrupt", "terminate", "kill"])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=["interrupt", "terminate", "kill"]
+)
 def test_a_signal_in_mid_save_leaves_the_previous_checkpoint(tmp_path, number):
     path = save(tmp_path / "checkpoint_last.pt", make_state(1.0))
     child, output = fork(save_slowly(path))

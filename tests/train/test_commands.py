@@ -59,7 +59,9 @@ def test_directory_without_data(run_command, tmp_path):
 
 
 def test_missing_dictionary(run_command, tmp_path):
-    status, errors = run_command("train", tmp_path, *BASE, "--source-lang", "de", "--target-lang", "en", "--save-dir", tmp_path)
+    status, errors = run_command(
+        "train", tmp_path, *BASE, "--source-lang", "de", "--target-lang", "en", "--save-dir", tmp_path
+    )
     assert status == 1
     assert_one_line(errors, "not found", "dict.de.txt")
 
@@ -73,7 +75,10 @@ def test_missing_binary_data(run_command, tmp_path):
     assert_one_line(errors, "not found: valid", str(tmp_path))
 
 
-@pytest.mark.parametrize("arch, suggestion", [("ls_transformr", "ls_transformer"), ("lstransformer_iwslt_de_en", "ls_transformer_iwslt_de_en")])
+@pytest.mark.parametrize(
+    "arch, suggestion",
+    [("ls_transformr", "ls_transformer"), ("lstransformer_iwslt_de_en", "ls_transformer_iwslt_de_en")],
+)
 def test_unknown_architecture_is_answered_with_the_nearest(run_command, tmp_path, arch, suggestion):
     for flags in (["--arch", arch], [f"--arch={arch}"], ["-a", arch]):
         status, errors = run_command("train", tmp_path, *flags)
@@ -126,15 +131,25 @@ def test_token_outside_the_dictionary(run_command, commands, tmp_path):
     for path in commands.data.iterdir():
         (tmp_path / path.name).symlink_to(path)
     (tmp_path / "dict.de.txt").unlink()
-    (tmp_path / "dict.de.txt").write_text("\n".join((commands.data / "dict.de.txt").read_text().splitlines()[:5]) + "\n")
-    status, errors = run_command("train", tmp_path, *BASE, "--lr", "0.1", "--save-dir", tmp_path / "save", "--num-workers", "0")
+    (tmp_path / "dict.de.txt").write_text(
+        "\n".join((commands.data / "dict.de.txt").read_text().splitlines()[:5]) + "\n"
+    )
+    status, errors = run_command(
+        "train", tmp_path, *BASE, "--lr", "0.1", "--save-dir", tmp_path / "save", "--num-workers", "0"
+    )
     assert status == 1
     assert_one_line(errors, "embedding: tokens must lie in", "another dictionary")
 
 
 def test_help_and_bad_flags_keep_argparse_statuses(run_command):
     assert run_command("train", "--help")[0] == 0
-    assert run_command("train", "data", "--no-such-flag")[0] == 2
+    assert run_command("train", "data", *BASE, "--no-such-flag")[0] == 2
+
+
+def test_missing_architecture(run_command):
+    status, errors = run_command("train", "data")
+    assert status == 2
+    assert_one_line(errors, "--arch: required")
 
 
 def test_bugs_and_ls_debug_show_the_traceback(run_command, monkeypatch, tmp_path):

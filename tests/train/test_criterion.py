@@ -57,7 +57,9 @@ def run(cls, sample, logits, reduce=True, sentence_avg=False, **options):
     criterion = cls(task(), sentence_avg, **{"label_smoothing": 0.1, **options})
     model = Model(logits.clone())
     loss, sample_size, logged = criterion(model, sample, reduce=reduce)
-    weights = torch.linspace(0.5, 2.0, loss.numel()).view(loss.shape)  # the gradient of each token's loss must be heeded
+    weights = torch.linspace(0.5, 2.0, loss.numel()).view(
+        loss.shape
+    )  # the gradient of each token's loss must be heeded
     (loss * weights).sum().backward()
     return loss.detach(), sample_size, logged, model.decoder.logits.grad
 
@@ -92,7 +94,9 @@ def test_equals_stock(options, dtype):
     assert size == stock_size
     assert logged.keys() == stock_logged.keys()
     for name, expected in stock_logged.items():
-        torch.testing.assert_close(torch.as_tensor(logged[name]).float(), torch.as_tensor(expected).float(), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            torch.as_tensor(logged[name]).float(), torch.as_tensor(expected).float(), rtol=1e-5, atol=1e-5
+        )
 
 
 def test_padding_gets_no_loss_and_no_gradient():
@@ -120,7 +124,9 @@ def test_validation_leaves_the_logits_alone():
 @pytest.mark.parametrize("batch, length", [(1, 1), (0, 4), (2, 0)])
 def test_tiny_and_empty_batches(batch, length):
     sample = make_sample(batch, length)
-    loss, _, logged, grad = run(LabelSmoothedCrossEntropyCriterion, sample, torch.randn(batch, length, V), report_accuracy=True)
+    loss, _, logged, grad = run(
+        LabelSmoothedCrossEntropyCriterion, sample, torch.randn(batch, length, V), report_accuracy=True
+    )
     assert torch.isfinite(loss)
     assert grad.shape == (batch, length, V)
     assert logged["total"] == batch * length
@@ -142,7 +148,7 @@ def test_metrics_are_reduced_as_stock_reduces_them():
 def test_adaptive_softmax_is_refused():
     model = Model(torch.randn(3, 5, V))
     model.decoder.adaptive_softmax = nn.Identity()
-    with pytest.raises(UnsupportedError, match="--adaptive-softmax-cutoff.*--criterion adaptive_loss"):
+    with pytest.raises(UnsupportedError, match=r"--adaptive-softmax-cutoff.*--criterion adaptive_loss"):
         LabelSmoothedCrossEntropyCriterion(task(), False, 0.1)(model, make_sample())
 
 
@@ -153,7 +159,7 @@ def test_models_with_their_own_probabilities_are_refused():
 
     model = Model(torch.randn(3, 5, V))
     model.decoder = PointerGenerator(torch.randn(3, 5, V))
-    with pytest.raises(UnsupportedError, match="PointerGenerator.*--criterion label_smoothed_cross_entropy"):
+    with pytest.raises(UnsupportedError, match=r"PointerGenerator.*--criterion label_smoothed_cross_entropy"):
         LabelSmoothedCrossEntropyCriterion(task(), False, 0.1)(model, make_sample())
 
 

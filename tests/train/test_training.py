@@ -3,12 +3,14 @@
 import os
 import pickle
 import re
+import shlex
 import shutil
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from fairseq import checkpoint_utils
 
@@ -21,7 +23,7 @@ PARITY = 1e-3  # relative, per loss
 
 def assert_parity(ours, stock):
     assert len(ours) == len(stock) > 0
-    for i, (a, b) in enumerate(zip(ours, stock)):
+    for i, (a, b) in enumerate(zip(ours, stock, strict=True)):
         assert abs(a - b) <= PARITY * abs(b), f"loss {i}: {a} against {b}"
 
 
@@ -52,7 +54,11 @@ def test_checkpoint_stores_no_buffers_and_stock_names(trained):
     for tensor in state["model"].values():
         assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
     assert state["cfg"]["model"].arch == "transformer"
-    assert state["ls_plugin"] == {"model": "ls_transformer", "criterion": "ls_label_smoothed_cross_entropy", "optimizer": "ls_adam"}
+    assert state["ls_plugin"] == {
+        "model": "ls_transformer",
+        "criterion": "ls_label_smoothed_cross_entropy",
+        "optimizer": "ls_adam",
+    }
     assert checkpoint_utils.load_checkpoint_to_cpu(str(path))["cfg"].model.arch == "ls_transformer"
 
 
@@ -68,7 +74,15 @@ def test_runs_continue_across_adam_and_ls_adam(trained, commands, losses, traini
     from_stock, from_ours = (trained[name][0] / "checkpoint_1_10.pt" for name in ("stock", "ours"))
     with_plugin = [*training_flags["ours"], "--user-dir", ROOT / "ls_plugin"]
     runs = [
-        continue_run(commands, "fairseq_cli.train", with_plugin, from_stock, tmp_path / "a", plugin=False, env={"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": ""}),
+        continue_run(
+            commands,
+            "fairseq_cli.train",
+            with_plugin,
+            from_stock,
+            tmp_path / "a",
+            plugin=False,
+            env={"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": ""},
+        ),
         continue_run(commands, "fairseq_cli.train", training_flags["stock"], from_ours, tmp_path / "b", plugin=False),
     ]
     expected = losses(trained["stock"][1])[10:]
@@ -78,7 +92,10 @@ def test_runs_continue_across_adam_and_ls_adam(trained, commands, losses, traini
 
 def test_a_resumed_run_continues_the_uninterrupted_one(commands, losses, training_flags, tmp_path):
     """With dropout, gradient accumulation and EMA; the same losses to every printed digit and the same weights to the bit."""
-    flags = [*training_flags["ours"], *"--dropout 0.2 --update-freq 2 --store-ema --ema-decay 0.9 --save-interval-updates 4".split()]
+    flags = [
+        *training_flags["ours"],
+        *shlex.split("--dropout 0.2 --update-freq 2 --store-ema --ema-decay 0.9 --save-interval-updates 4"),
+    ]
     flags += ["--max-update", "12"]
     whole = commands.run("ls_plugin.cli.train", commands.data, *flags, "--save-dir", tmp_path / "whole")
     checkpoint = tmp_path / "whole" / "checkpoint_1_4.pt"
@@ -91,6 +108,7 @@ def test_a_resumed_run_continues_the_uninterrupted_one(commands, losses, trainin
         assert torch.equal(states[1]["extra_state"]["ema"][name], states[0]["extra_state"]["ema"][name])
 
 
+@pytest.mark.slow
 def test_two_ranks_train_and_resume(commands, losses, training_flags, tmp_path):
     """Two processes with gloo; masks differ between ranks, parameters do not."""
 
@@ -99,10 +117,14 @@ def test_two_ranks_train_and_resume(commands, losses, training_flags, tmp_path):
             s.bind(("localhost", 0))
             port = s.getsockname()[1]
         flags = [*training_flags["ours"], "--dropout", "0.2", "--max-update", max_update, "--save-dir", tmp_path]
-        flags += f"--distributed-init-method tcp://localhost:{port} --distributed-world-size 2 --distributed-no-spawn".split()
-        flags += "--distributed-backend gloo --ddp-backend legacy_ddp".split()
-        runs = [commands.start("ls_plugin.cli.train", commands.data, *flags, "--distributed-rank", rank) for rank in (0, 1)]
-        return [commands.finish(run) for run in runs][0]
+        flags += shlex.split(
+            f"--distributed-init-method tcp://localhost:{port} --distributed-world-size 2 --distributed-no-spawn"
+        )
+        flags += shlex.split("--distributed-backend gloo --ddp-backend legacy_ddp")
+        runs = [
+            commands.start("ls_plugin.cli.train", commands.data, *flags, "--distributed-rank", rank) for rank in (0, 1)
+        ]
+        return next(commands.finish(run) for run in runs)
 
     first, second = both(3), both(6)
     assert len(losses(first)) == 3
@@ -129,18 +151,35 @@ def test_stock_generates_the_same_from_our_checkpoint_without_the_plugin(trained
     assert ours == stock
 
 
+@pytest.mark.slow
 def test_validate_and_interactive(trained, commands, tmp_path):
     checkpoint = trained["ours"][0] / "checkpoint_last.pt"
     sentences = tmp_path / "input.de"
     sentences.write_text("der hund sieht die katze\n")
-    validation = [commands.data, "--task", "translation", "--path", checkpoint, "--max-tokens", 500, "--cpu", "--log-format", "json"]
+    validation = [
+        commands.data,
+        "--task",
+        "translation",
+        "--path",
+        checkpoint,
+        "--max-tokens",
+        500,
+        "--cpu",
+        "--log-format",
+        "json",
+    ]
     runs = [
         commands.start("ls_plugin.cli.validate", *validation),
         commands.start("fairseq_cli.validate", *validation, plugin=False),
-        commands.start("ls_plugin.cli.interactive", commands.data, "--path", checkpoint, "--input", sentences, "--beam", 2, "--cpu"),
+        commands.start(
+            "ls_plugin.cli.interactive", commands.data, "--path", checkpoint, "--input", sentences, "--beam", 2, "--cpu"
+        ),
     ]
     validated, stock_validated, translated = (commands.finish(run) for run in runs)
-    ours, stock = (re.search(r'"valid_loss": "([0-9.]+)".*"valid_accuracy": "([0-9.]+)"', log) for log in (validated, stock_validated))
+    ours, stock = (
+        re.search(r'"valid_loss": "([0-9.]+)".*"valid_accuracy": "([0-9.]+)"', log)
+        for log in (validated, stock_validated)
+    )
     assert abs(float(ours[1]) - float(stock[1])) <= PARITY * float(stock[1])
     assert ours[2] == stock[2]
     assert len(hypotheses(translated)) == 1
