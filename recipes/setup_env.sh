@@ -251,7 +251,7 @@ step "building the kernels${COMPILER:+ with $COMPILER}" "$VENV_PYTHON" setup.py 
   die "building the kernels failed; the whole log is $LOG" "LS_BUILD=0 bash recipes/setup_env.sh goes on without them"
 
 say "checking"
-STATUS=$(cd / && "$VENV_PYTHON" -W ignore - <<'PYTHON'
+STATUS=$(cd / && "$VENV_PYTHON" -W ignore - 2>>"$LOG" <<'PYTHON'
 import importlib.metadata as metadata
 
 import torch
@@ -269,7 +269,10 @@ kernels = f"compiled kernels for {status.isa}{' and CUDA' if status.cuda else ''
 print(status.path if status.loaded else "")
 print(f"torch {torch.__version__}, {fairseq}, {kernels}")
 PYTHON
-) || die "the installed packages do not load" "read the error above; .venv/bin/lightseq-doctor says more; rm -r .venv starts over"
+) || {
+  tail -n 12 "$LOG" | sed 's/^/    | /' >&2
+  die "the installed packages do not load" "$VENV_PYTHON ls_plugin/cli/doctor.py says more; rm -r .venv starts over"
+}
 head -n 1 <<<"$STATUS" >"$VENV/.ls_library_path"
 echo "$LIBRARY_KEY" >"$VENV/.ls_library"
 say "ready: Python $VERSION, $(tail -n 1 <<<"$STATUS")"
