@@ -9,6 +9,17 @@ from ls_plugin import ops
 from ls_plugin.errors import CheckpointError, UnsupportedError
 from ls_plugin.optim.engine import ContiguousBuffer, GradientScale
 
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class AdamBuffer(ContiguousBuffer):
+    """A contiguous buffer with the moments of its parameters beside it: ``exp_avg``, ``exp_avg_sq``, fp32 (n,)."""
+
+    def __init__(self, params: list[Tensor]):
+        super().__init__(params)
+        self.exp_avg = torch.zeros_like(self.param, dtype=torch.float32)
+        self.exp_avg_sq = torch.zeros_like(self.exp_avg)
+
 
 class ContiguousAdam(torch.optim.Optimizer):
     """Adam by fairseq's formula (eps beside the uncorrected sqrt(v), decoupled weight decay), one launch per buffer.
@@ -30,7 +41,6 @@ class ContiguousAdam(torch.optim.Optimizer):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=False))
         self.grad_scale = GradientScale()
         self._buffers = [self._build_buffers(group["params"]) for group in self.param_groups]
-        self._moments = {id(b): (_zeros_fp32(b), _zeros_fp32(b)) for b in self.buffers}
 
     def add_param_group(self, param_group: dict) -> None:
         if hasattr(self, "_buffers"):
@@ -41,7 +51,7 @@ class ContiguousAdam(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     @staticmethod
-    def _build_buffers(params: list[Tensor]) -> list[ContiguousBuffer]:
+    def _build_buffers(params: list[Tensor]) -> list[AdamBuffer]:
         if any(hasattr(p, "expert") for p in params):
             raise UnsupportedError(
                 "--optimizer ls_adam: expert parameters (--base-layers) are unsupported, since their norm is taken apart. "
@@ -50,10 +60,10 @@ class ContiguousAdam(torch.optim.Optimizer):
         by_kind: dict = {}
         for p in params:
             by_kind.setdefault((p.device, p.dtype), []).append(p)
-        return [ContiguousBuffer(same_kind) for same_kind in by_kind.values()]
+        return [AdamBuffer(same_kind) for same_kind in by_kind.values()]
 
     @property
-    def buffers(self) -> list[ContiguousBuffer]:
+    def buffers(self) -> list[AdamBuffer]:
         return [buffer for buffers in self._buffers for buffer in buffers]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -108,8 +118,7 @@ class ContiguousAdam(torch.optim.Optimizer):
         self.grad_scale.clear()
         return loss
 
-    def _step_buffer(self, group: dict, buffer: ContiguousBuffer) -> None:
-        exp_avg, exp_avg_sq = self._moments[id(buffer)]
+    def _step_buffer(self, group: dict, buffer: AdamBuffer) -> None:
         beta1, beta2 = group["betas"]
         scale = self.grad_scale.tensor(buffer.grad.device)
         steps = [self.state[p]["step"] if p in self.state else 0 for p in buffer.params]
@@ -119,8 +128,8 @@ class ContiguousAdam(torch.optim.Optimizer):
             ops.adam_step(
                 buffer.param[at],
                 buffer.grad[at],
-                exp_avg[at],
-                exp_avg_sq[at],
+                buffer.exp_avg[at],
+                buffer.exp_avg_sq[at],
                 lr=group["lr"],
                 beta1=beta1,
                 beta2=beta2,
@@ -132,12 +141,12 @@ class ContiguousAdam(torch.optim.Optimizer):
             for i in run.indices:
                 self._state_of(buffer, i)["step"] = step
 
-    def _state_of(self, buffer: ContiguousBuffer, index: int) -> dict:
+    def _state_of(self, buffer: AdamBuffer, index: int) -> dict:
         """The state of one parameter, made on first use."""
         state = self.state[buffer.params[index]]
         if not state:
-            exp_avg, exp_avg_sq = self._moments[id(buffer)]
-            state.update(step=0, exp_avg=buffer.view(exp_avg, index), exp_avg_sq=buffer.view(exp_avg_sq, index))
+            state.update(step=0)
+            state.update({name: buffer.view(getattr(buffer, name), index) for name in _MOMENTS})
         return state
 
     def load_state_dict(self, state_dict: dict) -> None:
@@ -158,9 +167,9 @@ class ContiguousAdam(torch.optim.Optimizer):
                 "ls_adam: the saved state must be without amsgrad, got amsgrad=True; resume with --reset-optimizer"
             )
         self.state.clear()
-        for exp_avg, exp_avg_sq in self._moments.values():
-            exp_avg.zero_()
-            exp_avg_sq.zero_()
+        for buffer in self.buffers:
+            buffer.exp_avg.zero_()
+            buffer.exp_avg_sq.zero_()
         for saved_group, group, buffers in zip(saved_groups, self.param_groups, self._buffers, strict=True):
             group.update({key: value for key, value in saved_group.items() if key in self.defaults})
             saved_state = {
@@ -176,13 +185,9 @@ class ContiguousAdam(torch.optim.Optimizer):
                         _load_moments(self._state_of(buffer, i), saved_state[p], int(step))
 
 
-def _zeros_fp32(buffer: ContiguousBuffer) -> Tensor:
-    return torch.zeros_like(buffer.param, dtype=torch.float32)
-
-
 def _load_moments(state: dict, saved: dict, step: int) -> None:
     state["step"] = step
-    for name in ("exp_avg", "exp_avg_sq"):
+    for name in _MOMENTS:
         if saved[name].shape != state[name].shape:
             raise CheckpointError(
                 f"ls_adam: the saved {name} must have the parameter's shape {tuple(state[name].shape)}, got {tuple(saved[name].shape)}; "

@@ -396,8 +396,8 @@ def test_loading_keeps_the_views_and_forgets_what_is_not_in_the_state():
     pair[1].load_state_dict(other[1].state_dict())
     assert pair[0][1] not in pair[1].optimizer.state
     assert pair[1].optimizer.state[pair[0][0]]["step"] == 2
-    exp_avg, _ = pair[1].optimizer._moments[id(pair[1].optimizer.buffers[0])]
-    assert pair[1].optimizer.state[pair[0][0]]["exp_avg"].data_ptr() == exp_avg.data_ptr()
+    (buffer,) = pair[1].optimizer.buffers
+    assert pair[1].optimizer.state[pair[0][0]]["exp_avg"].data_ptr() == buffer.exp_avg.data_ptr()
     run_steps(pair, [7])
     assert pair[1].optimizer.state[pair[0][1]]["step"] == 1
 
