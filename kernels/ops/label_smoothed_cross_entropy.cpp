@@ -20,18 +20,18 @@ std::tuple<Tensor, Tensor> label_smoothed_cross_entropy_forward(const Tensor& lo
   if (grad) check_like(op, "grad", *grad, "logits", logits);
   LabelSmoothedCrossEntropyForward a{};
   a.dtype = dtype_of(op, "logits", logits);
-  a.target = in<int64_t>(target, "target");
   if (target.is_cpu()) {
+    const auto* values = static_cast<const int64_t*>(target.const_data_ptr());
     for (int64_t row = 0; row < n_rows; ++row) {
-      LS_CHECK(a.target[row] == ignore_index || (a.target[row] >= 0 && a.target[row] < n_classes), op, ": target ",
-               a.target[row], " at position ", row, " is outside the vocabulary of ", n_classes,
+      LS_CHECK(values[row] == ignore_index || (values[row] >= 0 && values[row] < n_classes), op, ": target ", values[row],
+               " at position ", row, " is outside the vocabulary of ", n_classes,
                " entries; was the data preprocessed with another dictionary?");
     }
   }
   Tensor loss = new_empty(logits, {n_rows}, ScalarType::Float), nll = new_empty(logits, {n_rows}, ScalarType::Float);
   a.n_rows = n_rows, a.n_cols = n_classes, a.ignore_index = ignore_index;
   a.epsilon = static_cast<float>(epsilon), a.grad_scale = static_cast<float>(grad_scale);
-  a.logits = in(logits, "logits");
+  a.logits = in(logits, "logits"), a.target = in<int64_t>(target, "target");
   if (grad) a.grad = out(*grad, "grad");
   a.loss = out<float>(loss, "loss"), a.nll = out<float>(nll, "nll");
   if (n_rows > 0) LS_RUN(label_smoothed_cross_entropy_forward, a, logits);
