@@ -126,7 +126,7 @@ sys.exit(version != '$TORCH' or ('$FLAVOUR' == 'cuda' and build == 'cpu'))" 2>/d
   else
     # The plain torch of the default index carries CUDA: gigabytes that a machine without a GPU cannot use.
     die "no GPU is seen, and pip's configured indexes have no CPU build of torch $TORCH for $("$VENV_PYTHON" --version)" \
-        "give pip PyTorch's CPU index (the address that pytorch.org's 'Get Started' page shows for Pip and CPU): PIP_EXTRA_INDEX_URL=ADDRESS bash recipes/setup_env.sh" \
+        "give pip PyTorch's CPU index (the address that PyTorch's 'Get Started' page shows for Pip and CPU): PIP_EXTRA_INDEX_URL=ADDRESS bash recipes/setup_env.sh" \
         "or take the default build and its several GB of CUDA libraries: LS_TORCH=cuda bash recipes/setup_env.sh"
   fi
 }
