@@ -16,16 +16,20 @@
 
 STABLE_TORCH_LIBRARY_FRAGMENT(LS_NAMESPACE, m) {
   m.def("bias_dropout_residual_forward(Tensor x, Tensor? bias, Tensor? residual, float p, Tensor? seed, int offset) -> Tensor");
-  m.def("bias_dropout_residual_backward(Tensor grad_y, float p, Tensor? seed, int offset, bool needs_x_grad, bool needs_bias_grad)"
-        " -> (Tensor grad_x, Tensor grad_bias)");
+  m.def(
+      "bias_dropout_residual_backward(Tensor grad_y, float p, Tensor? seed, int offset, bool needs_x_grad,"
+      " bool needs_bias_grad) -> (Tensor grad_x, Tensor grad_bias)");
   m.def("layer_norm_forward(Tensor x, Tensor? weight, Tensor? bias, float eps) -> (Tensor y, Tensor mean, Tensor rstd)");
-  m.def("layer_norm_backward(Tensor grad_y, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, bool needs_weight_grad,"
-        " bool needs_bias_grad) -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)");
-  m.def("label_smoothed_cross_entropy_forward(Tensor logits, Tensor target, Tensor(a!)? grad, float epsilon, int ignore_index,"
-        " float grad_scale) -> (Tensor loss, Tensor nll)");
+  m.def(
+      "layer_norm_backward(Tensor grad_y, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, bool needs_weight_grad,"
+      " bool needs_bias_grad) -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)");
+  m.def(
+      "label_smoothed_cross_entropy_forward(Tensor logits, Tensor target, Tensor(a!)? grad, float epsilon, int ignore_index,"
+      " float grad_scale) -> (Tensor loss, Tensor nll)");
   m.def("label_smoothed_cross_entropy_backward(Tensor(a!) grad, Tensor grad_loss, float factor) -> ()");
-  m.def("adam_step(Tensor(a!) param, Tensor(b!) grad, Tensor(c!) exp_avg, Tensor(d!) exp_avg_sq, Tensor? grad_scale, float lr,"
-        " float beta1, float beta2, float eps, float weight_decay, int step, bool zero_grad) -> ()");
+  m.def(
+      "adam_step(Tensor(a!) param, Tensor(b!) grad, Tensor(c!) exp_avg, Tensor(d!) exp_avg_sq, Tensor? grad_scale, float lr,"
+      " float beta1, float beta2, float eps, float weight_decay, int step, bool zero_grad) -> ()");
 }
 
 namespace {
@@ -70,6 +74,5 @@ __attribute__((visibility("default"))) const char* ls_cuda_archs() {
   return "";
 #endif
 }
-
 }
 #endif

@@ -14,7 +14,7 @@
 #define LS_LAUNCH(kernel, grid, block, smem_bytes, stream, ...) \
   (kernel<<<(grid), (block), (smem_bytes), (stream)>>>(__VA_ARGS__))
 #define LS_SHARED(type, name, count) __shared__ type name[count]
-#define LS_DYNAMIC_SHARED(type, name)                            \
+#define LS_DYNAMIC_SHARED(type, name)                              \
   extern __shared__ __align__(16) unsigned char ls_dynamic_smem[]; \
   type* name = reinterpret_cast<type*>(ls_dynamic_smem)
 #endif

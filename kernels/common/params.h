@@ -28,9 +28,9 @@ struct BiasDropoutResidualForward {
 // The residual's gradient is grad_y itself.
 struct BiasDropoutResidualBackward {
   const void* grad_y;  // scalar (N, C)
-  void* grad_x;        // scalar (N, C), may be grad_y itself; or null: only grad_bias is wanted (p == 0, where grad_x is grad_y)
-  void* grad_bias;     // scalar (C,) or null
-  float* partials;     // workspace (n_partials, C) when grad_bias is wanted, else null
+  void* grad_x;     // scalar (N, C), may be grad_y itself; or null: only grad_bias is wanted (p == 0, where grad_x is grad_y)
+  void* grad_bias;  // scalar (C,) or null
+  float* partials;  // workspace (n_partials, C) when grad_bias is wanted, else null
   int64_t n_partials;
   int64_t n_rows, n_cols;
   Dropout dropout;
@@ -54,15 +54,15 @@ struct LayerNormForward {
 //   grad_x = rstd * (g - sum(g) / C - xhat * sum(g * xhat) / C)     both sums in one reduction
 //   grad_weight = sum over rows of grad_y * xhat, grad_bias = sum over rows of grad_y
 struct LayerNormBackward {
-  const void* grad_y;   // scalar (N, C)
-  const void* x;        // scalar (N, C)
-  const void* weight;   // scalar (C,) or null (ones)
-  const float* mean;    // (N,)
-  const float* rstd;    // (N,)
-  void* grad_x;         // scalar (N, C)
-  void* grad_weight;    // scalar (C,) or null
-  void* grad_bias;      // scalar (C,) or null
-  float* partials;      // workspace (2, n_partials, C): weight's then bias's; null when neither is wanted
+  const void* grad_y;  // scalar (N, C)
+  const void* x;       // scalar (N, C)
+  const void* weight;  // scalar (C,) or null (ones)
+  const float* mean;   // (N,)
+  const float* rstd;   // (N,)
+  void* grad_x;        // scalar (N, C)
+  void* grad_weight;   // scalar (C,) or null
+  void* grad_bias;     // scalar (C,) or null
+  float* partials;     // workspace (2, n_partials, C): weight's then bias's; null when neither is wanted
   int64_t n_partials;
   int64_t n_rows, n_cols;
   DType dtype;
@@ -86,8 +86,8 @@ struct LabelSmoothedCrossEntropyForward {
 
 // grad[n] *= grad_loss[n] * factor, in place; rows where that product is 1 are left alone, unread.
 struct LabelSmoothedCrossEntropyBackward {
-  void* grad;              // scalar (N, V)
-  const float* grad_loss;  // (N,) with stride grad_loss_stride
+  void* grad;                // scalar (N, V)
+  const float* grad_loss;    // (N,) with stride grad_loss_stride
   int64_t grad_loss_stride;  // in elements; 0 when one value serves all rows
   int64_t n_rows, n_cols;
   float factor;

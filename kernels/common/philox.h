@@ -52,9 +52,7 @@ LS_HOST_DEVICE Philox4 philox4x32_10(uint64_t seed, uint64_t group, uint64_t off
 }
 
 // The 16-bit integer of `lane` (0..7) in a draw.
-LS_HOST_DEVICE uint32_t philox_lane(const Philox4& r, int lane) {
-  return (r.word[lane >> 1] >> ((lane & 1) * 16)) & 0xFFFFu;
-}
+LS_HOST_DEVICE uint32_t philox_lane(const Philox4& r, int lane) { return (r.word[lane >> 1] >> ((lane & 1) * 16)) & 0xFFFFu; }
 
 // Dropout as the kernels see it. `threshold` = round(65536 p), at least 1 when p > 0 and 65536 only when p == 1;
 // `scale` = 65536 / (65536 - threshold), so that the expectation is exact for the probability really used; 0 when p == 1.

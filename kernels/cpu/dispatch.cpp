@@ -28,8 +28,7 @@ Isa widest() {
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma"))
     return Isa::kAvx512;
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
-    return Isa::kAvx2;
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) return Isa::kAvx2;
 #endif
   return Isa::kPlain;
 }
@@ -49,7 +48,8 @@ Isa choose() {
   } else {
     throw std::runtime_error("LS_CPU_ISA must be plain, avx2 or avx512, got " + name);
   }
-  if (wanted > best) throw std::runtime_error("LS_CPU_ISA=" + name + ": this processor lacks it; unset it or choose a narrower set");
+  if (wanted > best)
+    throw std::runtime_error("LS_CPU_ISA=" + name + ": this processor lacks it; unset it or choose a narrower set");
   return wanted;
 }
 
@@ -72,16 +72,16 @@ const char* isa_name() {
 }
 
 #if defined(__x86_64__)
-#define LS_LAUNCHER(name, Params)     \
-  void name(const Params& params) {   \
-    switch (isa()) {                  \
-      case Isa::kAvx512:              \
-        return avx512::name(params);  \
-      case Isa::kAvx2:                \
-        return avx2::name(params);    \
-      default:                        \
-        return plain::name(params);   \
-    }                                 \
+#define LS_LAUNCHER(name, Params)    \
+  void name(const Params& params) {  \
+    switch (isa()) {                 \
+      case Isa::kAvx512:             \
+        return avx512::name(params); \
+      case Isa::kAvx2:               \
+        return avx2::name(params);   \
+      default:                       \
+        return plain::name(params);  \
+    }                                \
   }
 #else
 #define LS_LAUNCHER(name, Params) \

@@ -22,21 +22,19 @@ inline vuint64 multiply_even(vuint64 a, vuint64 b) {
 
 // Interleave the low (high) halves of each 128-bit quarter of a and b, in units of 32 or 64 bits.
 #if defined(__AVX512F__)
-#define LS_UNPACK(name, instruction)                                                                                \
-  inline vuint name(vuint a, vuint b) {                                                                             \
-    return reinterpret_cast<vuint>(                                                                                 \
-        _mm512_##instruction(reinterpret_cast<__m512i>(a), reinterpret_cast<__m512i>(b)));                          \
+#define LS_UNPACK(name, instruction)                                                                                  \
+  inline vuint name(vuint a, vuint b) {                                                                               \
+    return reinterpret_cast<vuint>(_mm512_##instruction(reinterpret_cast<__m512i>(a), reinterpret_cast<__m512i>(b))); \
   }
 #elif defined(__AVX2__)
-#define LS_UNPACK(name, instruction)                                                                                \
-  inline vuint name(vuint a, vuint b) {                                                                             \
-    return reinterpret_cast<vuint>(                                                                                 \
-        _mm256_##instruction(reinterpret_cast<__m256i>(a), reinterpret_cast<__m256i>(b)));                          \
+#define LS_UNPACK(name, instruction)                                                                                  \
+  inline vuint name(vuint a, vuint b) {                                                                               \
+    return reinterpret_cast<vuint>(_mm256_##instruction(reinterpret_cast<__m256i>(a), reinterpret_cast<__m256i>(b))); \
   }
 #elif defined(__SSE2__)
-#define LS_UNPACK(name, instruction)                                                                                \
-  inline vuint name(vuint a, vuint b) {                                                                             \
-    return reinterpret_cast<vuint>(_mm_##instruction(reinterpret_cast<__m128i>(a), reinterpret_cast<__m128i>(b)));  \
+#define LS_UNPACK(name, instruction)                                                                               \
+  inline vuint name(vuint a, vuint b) {                                                                            \
+    return reinterpret_cast<vuint>(_mm_##instruction(reinterpret_cast<__m128i>(a), reinterpret_cast<__m128i>(b))); \
   }
 #endif
 #if defined(LS_UNPACK)
@@ -97,8 +95,7 @@ inline void philox_block(uint64_t seed, uint64_t first, uint64_t offset, uint16_
 // Calls body(row, col_begin, col_end, draws) until the rows [row_begin, row_end) are covered; draws[i] is the 16-bit integer
 // of column col_begin + i, or null when nothing is dropped. Short rows share a block of draws, long ones are cut.
 template <typename Body>
-inline void for_each_dropout_segment(const Dropout& dropout, int64_t row_begin, int64_t row_end, int64_t n_cols,
-                                     Body&& body) {
+inline void for_each_dropout_segment(const Dropout& dropout, int64_t row_begin, int64_t row_end, int64_t n_cols, Body&& body) {
   if (dropout.threshold == 0) {
     for (int64_t row = row_begin; row < row_end; ++row) body(row, int64_t{0}, n_cols, static_cast<const uint16_t*>(nullptr));
     return;
@@ -123,8 +120,7 @@ inline void for_each_dropout_segment(const Dropout& dropout, int64_t row_begin, 
   for (int64_t row = row_begin; row < row_end; ++row) {
     for (int64_t g = 0; g < groups_per_row; g += kBufferGroups) {
       fill(row * groups_per_row + g, std::min(kBufferGroups, groups_per_row - g));
-      body(row, g * kDropoutGroup, std::min(n_cols, (g + kBufferGroups) * kDropoutGroup),
-           static_cast<const uint16_t*>(draws));
+      body(row, g * kDropoutGroup, std::min(n_cols, (g + kBufferGroups) * kDropoutGroup), static_cast<const uint16_t*>(draws));
     }
   }
 }

@@ -46,10 +46,12 @@ void layer_norm_forward(const LayerNormForward& a) {
         const float pivot = to_float(x[0]);
         const float mean =
             pivot + row_sum(a.n_cols, [&](int64_t i, auto n) { return load_n(x + i, n, pivot) - pivot; }) * inverse_n;
-        const float variance = row_sum(a.n_cols, [&](int64_t i, auto n) {
-          const vfloat centred = load_n(x + i, n, mean) - mean;
-          return centred * centred;
-        }) * inverse_n;
+        const float variance = row_sum(a.n_cols,
+                                       [&](int64_t i, auto n) {
+                                         const vfloat centred = load_n(x + i, n, mean) - mean;
+                                         return centred * centred;
+                                       }) *
+                               inverse_n;
         const float rstd = 1.0f / std::sqrt(variance + a.eps);
         for_each_vector(a.n_cols, [&](int64_t i, auto n) {
           vfloat v = (load_n(x + i, n) - mean) * rstd;
@@ -108,8 +110,7 @@ void layer_norm_backward(const LayerNormBackward& a) {
         }
       }
     });
-    if (a.grad_weight != nullptr)
-      sum_partials(a.partials, n_chunks, a.n_cols, static_cast<scalar_t*>(a.grad_weight));
+    if (a.grad_weight != nullptr) sum_partials(a.partials, n_chunks, a.n_cols, static_cast<scalar_t*>(a.grad_weight));
     if (a.grad_bias != nullptr) sum_partials(partial_bias, n_chunks, a.n_cols, static_cast<scalar_t*>(a.grad_bias));
   });
 }

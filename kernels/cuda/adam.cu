@@ -37,8 +37,7 @@ __device__ __forceinline__ void update(const AdamStep& a, const AdamConstants& c
 
 // kVectorized: all four buffers are `misplaced` elements past a multiple of four elements. Otherwise misplaced is 0.
 template <typename param_t, typename grad_t, bool kVectorized>
-__global__ void __launch_bounds__(kThreads)
-    adam_step_kernel(const AdamStep a, const AdamConstants constants, int misplaced) {
+__global__ void __launch_bounds__(kThreads) adam_step_kernel(const AdamStep a, const AdamConstants constants, int misplaced) {
   const int64_t begin = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * kElements - misplaced;
   auto* param = static_cast<param_t*>(a.param);
   auto* grad = static_cast<grad_t*>(a.grad);

@@ -69,8 +69,7 @@ __global__ void __launch_bounds__(kTileThreads)
 // With kGradBias a chunk is the rows of one partial, else any number of rows.
 template <typename scalar_t, int kWidth, bool kGradBias>
 __global__ void __launch_bounds__(kTileThreads)
-    bias_dropout_residual_backward_kernel(const BiasDropoutResidualBackward a, unsigned n_col_blocks,
-                                          int64_t rows_per_chunk) {
+    bias_dropout_residual_backward_kernel(const BiasDropoutResidualBackward a, unsigned n_col_blocks, int64_t rows_per_chunk) {
   const auto* grad_y = static_cast<const scalar_t*>(a.grad_y);
   auto* grad_x = static_cast<scalar_t*>(a.grad_x);
   const Position at(a.n_rows, a.n_cols, n_col_blocks, rows_per_chunk);
@@ -151,8 +150,7 @@ void bias_dropout_residual_backward(const BiasDropoutResidualBackward& a, cudaSt
         launch(std::integral_constant<int, 1>{});
       check_launch(kOp);
     }
-    if (grad_bias)
-      finish_column_sums<scalar_t>(kOp, a.partials, a.n_partials, a.n_cols, a.grad_bias, nullptr, stream);
+    if (grad_bias) finish_column_sums<scalar_t>(kOp, a.partials, a.n_partials, a.n_cols, a.grad_bias, nullptr, stream);
   });
 }
 

@@ -49,12 +49,10 @@ __device__ __forceinline__ void sum_over_teams(const float* shared, int n_teams,
 
 // For a Tile's block: out[c] = the sum over threadIdx.y of column c of the tile, c < n_cols. `shared` has kTileSharedFloats.
 // All threads of the block call it; a second call on the same `shared` needs a barrier before.
-__device__ __forceinline__ void sum_tile_columns(const float (&sum)[kTileColumns], float* shared, int64_t n_cols,
-                                                 float* out) {
+__device__ __forceinline__ void sum_tile_columns(const float (&sum)[kTileColumns], float* shared, int64_t n_cols, float* out) {
   const int tile_cols = blockDim.x * kTileColumns, pitch = skewed(tile_cols);
 #pragma unroll
-  for (int i = 0; i < kTileColumns; ++i)
-    shared[threadIdx.y * pitch + skewed(threadIdx.x * kTileColumns + i)] = sum[i];
+  for (int i = 0; i < kTileColumns; ++i) shared[threadIdx.y * pitch + skewed(threadIdx.x * kTileColumns + i)] = sum[i];
   __syncthreads();
   sum_over_teams(shared, blockDim.y, pitch, n_cols < tile_cols ? n_cols : tile_cols, out);
 }
@@ -63,9 +61,9 @@ __device__ __forceinline__ void sum_tile_columns(const float (&sum)[kTileColumns
 // the partials y, y + 32, … of column x, reading 128 consecutive bytes per warp; then warp y sums column y by shuffles, the
 // shared tile being read across (33 words a row: no bank conflict).
 template <typename scalar_t>
-__global__ void __launch_bounds__(kWarpSize * kWarpSize)
+__global__ void __launch_bounds__(kWarpSize* kWarpSize)
     finish_column_sums_kernel(const float* partials, int64_t n_partials, int64_t n_cols, scalar_t* out0, scalar_t* out1) {
-  LS_SHARED(float, tile, kWarpSize * (kWarpSize + 1));
+  LS_SHARED(float, tile, kWarpSize*(kWarpSize + 1));
   scalar_t* out = blockIdx.y == 0 ? out0 : out1;
   if (out == nullptr) return;
   partials += blockIdx.y * n_partials * n_cols;
@@ -86,8 +84,8 @@ void finish_column_sums(const char* op, const float* partials, int64_t n_partial
                         cudaStream_t stream) {
   dim3 grid = grid_of(op, ceil_div(n_cols, kWarpSize));
   grid.y = out1 != nullptr ? 2 : 1;
-  LS_LAUNCH((finish_column_sums_kernel<scalar_t>), grid, dim3(kWarpSize, kWarpSize), 0, stream, partials, n_partials,
-            n_cols, static_cast<scalar_t*>(out0), static_cast<scalar_t*>(out1));
+  LS_LAUNCH((finish_column_sums_kernel<scalar_t>), grid, dim3(kWarpSize, kWarpSize), 0, stream, partials, n_partials, n_cols,
+            static_cast<scalar_t*>(out0), static_cast<scalar_t*>(out1));
   check_launch(op);
 }
 

@@ -95,10 +95,11 @@ struct RowSplit {
 
 // The 32 bytes of stack that ptxas reports for the forward kernels are printf's arguments, no spill.
 __device__ inline void refuse_target(int64_t row, int64_t target, int64_t n_cols, int64_t ignore_index) {
-  printf("label_smoothed_cross_entropy: target[%lld] is %lld, expected 0 <= target < V = %lld or ignore_index = %lld; "
-         "compare the dictionary that made the data with the model's\n",
-         static_cast<long long>(row), static_cast<long long>(target), static_cast<long long>(n_cols),
-         static_cast<long long>(ignore_index));
+  printf(
+      "label_smoothed_cross_entropy: target[%lld] is %lld, expected 0 <= target < V = %lld or ignore_index = %lld; "
+      "compare the dictionary that made the data with the model's\n",
+      static_cast<long long>(row), static_cast<long long>(target), static_cast<long long>(n_cols),
+      static_cast<long long>(ignore_index));
   __trap();
 }
 
@@ -156,8 +157,7 @@ __global__ void __launch_bounds__(kMaxThreads)
       }
     }
   }
-  for (int64_t i = thread; i < split.n_edge; i += n_threads)
-    accumulate(stats, load_vec<1>(logits + split.edge(i)), shift);
+  for (int64_t i = thread; i < split.n_edge; i += n_threads) accumulate(stats, load_vec<1>(logits + split.edge(i)), shift);
   stats = block_reduce(stats, shared);
 
   if (thread == 0) {
@@ -236,8 +236,8 @@ void forward(const char* op, const LabelSmoothedCrossEntropyForward& a, const Sm
     LS_LAUNCH((label_smoothed_cross_entropy_forward_kernel<scalar_t, kWidth, false, false>), grid, block, 0, stream, a,
               smoothing);
   } else if (const int64_t cache_bytes = n_vec * sizeof(Vec<scalar_t, kWidth>); cache_bytes <= kMaxCacheBytes) {
-    LS_LAUNCH((label_smoothed_cross_entropy_forward_kernel<scalar_t, kWidth, true, true>), grid, block, cache_bytes, stream,
-              a, smoothing);
+    LS_LAUNCH((label_smoothed_cross_entropy_forward_kernel<scalar_t, kWidth, true, true>), grid, block, cache_bytes, stream, a,
+              smoothing);
   } else {
     LS_LAUNCH((label_smoothed_cross_entropy_forward_kernel<scalar_t, kWidth, true, false>), grid, block, 0, stream, a,
               smoothing);

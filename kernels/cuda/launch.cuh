@@ -34,8 +34,7 @@ inline dim3 grid_of(const char* op, int64_t n_blocks) {
 
 inline void check_launch(const char* op) {
   const cudaError_t error = cudaGetLastError();
-  if (error != cudaSuccess)
-    throw std::runtime_error(std::string(op) + ": launch failed: " + cudaGetErrorString(error));
+  if (error != cudaSuccess) throw std::runtime_error(std::string(op) + ": launch failed: " + cudaGetErrorString(error));
 }
 
 template <typename T>

@@ -62,8 +62,8 @@ __device__ __forceinline__ void load_or(const scalar_t* p, int64_t offset, float
 
 // y for the columns from col on, x being theirs.
 template <typename scalar_t, int kWidth>
-__device__ __forceinline__ void normalize(const LayerNormForward& a, int64_t row, int64_t col,
-                                          const Vec<scalar_t, kWidth>& x, float mean, float rstd) {
+__device__ __forceinline__ void normalize(const LayerNormForward& a, int64_t row, int64_t col, const Vec<scalar_t, kWidth>& x,
+                                          float mean, float rstd) {
   float weight[kWidth], bias[kWidth], y[kWidth];
   load_or<kWidth>(static_cast<const scalar_t*>(a.weight), col, 1.0f, weight);
   load_or<kWidth>(static_cast<const scalar_t*>(a.bias), col, 0.0f, bias);
@@ -210,20 +210,18 @@ __global__ void __launch_bounds__(Shape::backward_threads(kWidth))
         const float g = static_cast<float>(grad_y[k].elem[j]) * static_cast<float>(weight[k].elem[j]);
         grad_x[j] = rstd * (g - mean_g - xhat * mean_g_xhat);
       }
-      if (valid && col < a.n_cols)
-        store_floats<kWidth>(static_cast<scalar_t*>(a.grad_x) + row * a.n_cols + col, grad_x);
+      if (valid && col < a.n_cols) store_floats<kWidth>(static_cast<scalar_t*>(a.grad_x) + row * a.n_cols + col, grad_x);
     }
   }
 
   if constexpr (kGradParams) {
     constexpr int kPitch = skewed(Shape::kColumns);
-    LS_SHARED(float, shared, kTeams * kPitch);  // at most 33 KB
+    LS_SHARED(float, shared, kTeams* kPitch);  // at most 33 KB
     const auto store_partials = [&](const float* sum, float* out) {
 #pragma unroll
       for (int k = 0; k < kPerLane; k += kWidth)
 #pragma unroll
-        for (int j = 0; j < kWidth; ++j)
-          shared[team * kPitch + skewed(k * kLanes + lane * kWidth + j)] = sum[k + j];
+        for (int j = 0; j < kWidth; ++j) shared[team * kPitch + skewed(k * kLanes + lane * kWidth + j)] = sum[k + j];
       __syncthreads();
       sum_over_teams(shared, kTeams, kPitch, a.n_cols, out);
     };
@@ -302,8 +300,7 @@ __global__ void __launch_bounds__(kTileThreads)
 template <typename scalar_t, int kWidth>
 void forward(const char* op, const LayerNormForward& a, cudaStream_t stream) {
   if (a.n_cols > kMaxTeamColumns) {
-    LS_LAUNCH((layer_norm_forward_long_kernel<scalar_t, kWidth>), grid_of(op, a.n_rows), dim3(kLongRowThreads), 0, stream,
-              a);
+    LS_LAUNCH((layer_norm_forward_long_kernel<scalar_t, kWidth>), grid_of(op, a.n_rows), dim3(kLongRowThreads), 0, stream, a);
     return;
   }
   with_row_shape(a.n_cols, [&](auto shape) {
@@ -319,13 +316,12 @@ void backward(const char* op, const LayerNormBackward& a, cudaStream_t stream) {
   const bool grad_params = a.grad_weight != nullptr || a.grad_bias != nullptr;
   const int64_t rows_per_partial = column_sum_rows_per_partial(a.n_rows);
   if (a.n_cols > kMaxTeamColumns) {
-    LS_LAUNCH((layer_norm_backward_long_kernel<scalar_t, kWidth>), grid_of(op, a.n_rows), dim3(kLongRowThreads), 0, stream,
-              a);
+    LS_LAUNCH((layer_norm_backward_long_kernel<scalar_t, kWidth>), grid_of(op, a.n_rows), dim3(kLongRowThreads), 0, stream, a);
     if (!grad_params) return;
     check_launch(op);
     const Tile tile(a.n_rows, a.n_cols);
-    LS_LAUNCH((layer_norm_grad_params_kernel<scalar_t, kWidth>), grid_of(op, a.n_partials * tile.n_col_blocks), tile.block,
-              0, stream, a, static_cast<unsigned>(tile.n_col_blocks), rows_per_partial);
+    LS_LAUNCH((layer_norm_grad_params_kernel<scalar_t, kWidth>), grid_of(op, a.n_partials * tile.n_col_blocks), tile.block, 0,
+              stream, a, static_cast<unsigned>(tile.n_col_blocks), rows_per_partial);
     return;
   }
   with_row_shape(a.n_cols, [&](auto shape) {

@@ -36,8 +36,8 @@ template <typename... Parts>
   (message << ... << parts);
   throw std::runtime_error(message.str());
 }
-#define LS_CHECK(condition, ...)   \
-  do {                             \
+#define LS_CHECK(condition, ...)             \
+  do {                                       \
     if (!(condition)) ls::fail(__VA_ARGS__); \
   } while (false)
 
@@ -184,14 +184,14 @@ cudaStream_t current_cuda_stream(int32_t device_index);
     ls::cuda::launcher(params, nullptr);      \
   } while (false)
 #elif defined(LS_WITH_CUDA)
-#define LS_RUN(launcher, params, tensor)                                                 \
-  do {                                                                                   \
-    if ((tensor).is_cuda()) {                                                            \
-      const torch::stable::accelerator::DeviceGuard guard((tensor).get_device_index());  \
-      ls::cuda::launcher(params, ls::current_cuda_stream((tensor).get_device_index()));  \
-    } else {                                                                             \
-      ls::cpu::launcher(params);                                                         \
-    }                                                                                    \
+#define LS_RUN(launcher, params, tensor)                                                \
+  do {                                                                                  \
+    if ((tensor).is_cuda()) {                                                           \
+      const torch::stable::accelerator::DeviceGuard guard((tensor).get_device_index()); \
+      ls::cuda::launcher(params, ls::current_cuda_stream((tensor).get_device_index())); \
+    } else {                                                                            \
+      ls::cpu::launcher(params);                                                        \
+    }                                                                                   \
   } while (false)
 #else
 #define LS_RUN(launcher, params, tensor) ls::cpu::launcher(params)

@@ -42,8 +42,8 @@ void label_smoothed_cross_entropy_backward(const Tensor& grad, const Tensor& gra
   const char* op = "label_smoothed_cross_entropy_backward";
   LS_CHECK(grad.dim() == 2, op, ": grad must have shape (N, V), got ", shape_of(grad));
   check_contiguous(op, "grad", grad);
-  LS_CHECK(grad_loss.dim() == 1 && grad_loss.size(0) == grad.size(0), op, ": grad_loss must have shape (N,) = (",
-           grad.size(0), ",), got ", shape_of(grad_loss));
+  LS_CHECK(grad_loss.dim() == 1 && grad_loss.size(0) == grad.size(0), op, ": grad_loss must have shape (N,) = (", grad.size(0),
+           ",), got ", shape_of(grad_loss));
   check_dtype(op, "grad_loss", grad_loss, ScalarType::Float);
   check_device(op, "grad_loss", grad_loss, grad);
   LabelSmoothedCrossEntropyBackward a{};

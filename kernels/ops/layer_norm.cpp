@@ -4,8 +4,8 @@
 
 namespace ls {
 
-std::tuple<Tensor, Tensor, Tensor> layer_norm_forward(const Tensor& x, const OptionalTensor& weight,
-                                                      const OptionalTensor& bias, double eps) {
+std::tuple<Tensor, Tensor, Tensor> layer_norm_forward(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
+                                                      double eps) {
   const char* op = "layer_norm";
   const Matrix m = as_matrix(op, "x", x);
   if (weight) check_row_vector(op, "weight", *weight, x);

@@ -16,8 +16,8 @@ Tensor bias_dropout_residual_forward(const Tensor& x, const OptionalTensor& bias
 std::tuple<Tensor, Tensor> bias_dropout_residual_backward(const Tensor& grad_y, double p, const OptionalTensor& seed,
                                                           int64_t offset, bool needs_x_grad, bool needs_bias_grad);
 
-std::tuple<Tensor, Tensor, Tensor> layer_norm_forward(const Tensor& x, const OptionalTensor& weight,
-                                                      const OptionalTensor& bias, double eps);
+std::tuple<Tensor, Tensor, Tensor> layer_norm_forward(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
+                                                      double eps);
 std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& grad_y, const Tensor& x, const OptionalTensor& weight,
                                                        const Tensor& mean, const Tensor& rstd, bool needs_weight_grad,
                                                        bool needs_bias_grad);

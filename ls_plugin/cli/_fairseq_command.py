@@ -23,15 +23,19 @@ PLUGIN_DIR = Path(__file__).resolve().parents[1]
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
 
-def run(command: str, cli_main: Callable[[], None]) -> None:
+def run(command: str, cli_main: Callable[[], None], defaults: dict[str, str] | None = None) -> None:
     """Runs one of fairseq's ``cli_main`` functions on ``sys.argv``, and exits.
 
     Args:
         command: name of the console script, for messages.
         cli_main: reads ``sys.argv``; its worker function should be wrapped by :func:`check_and_run`.
+        defaults: flags, and their values here where the command line does not give them.
     """
     set_up_logging()
     arguments = sys.argv[1:]
+    for flag, value in (defaults or {}).items():
+        if not _values(arguments, flag):
+            arguments += [flag, value]
     try:
         # With another --user-dir both are imported: fairseq imports that one, and the worker function, which belongs to the plugin, brings
         # the plugin along wherever it is unpickled.

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from ls_plugin import _library, reference
+from ls_plugin.ops.checks import check_row_vector
 from ls_plugin.ops.rng import draw_seed, rank_offset
 
 
@@ -37,10 +38,7 @@ def bias_dropout_residual(
 
 
 def _forward_fake(x, bias, residual, p, seed, offset):
-    torch._check(
-        bias is None or bias.shape == x.shape[-1:],
-        lambda: f"bias_dropout_residual: bias must have shape (C,) = ({x.shape[-1]},), got {tuple(bias.shape)}",
-    )
+    check_row_vector("bias_dropout_residual", "bias", bias, x)
     torch._check(
         residual is None or residual.shape == x.shape,
         lambda: f"bias_dropout_residual: residual must have x's shape {tuple(x.shape)}, got {tuple(residual.shape)}",

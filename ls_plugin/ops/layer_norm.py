@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from ls_plugin import _library, reference
+from ls_plugin.ops.checks import check_row_vector
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float = 1e-5) -> Tensor:
@@ -27,11 +28,8 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 
 def _forward_fake(x, weight, bias, eps):
     rows = x.shape[:-1].numel()
-    for name, parameter in (("weight", weight), ("bias", bias)):
-        torch._check(
-            parameter is None or parameter.shape == x.shape[-1:],
-            lambda: f"layer_norm: {name} must have shape (C,) = ({x.shape[-1]},), got {tuple(parameter.shape)}",
-        )
+    check_row_vector("layer_norm", "weight", weight, x)
+    check_row_vector("layer_norm", "bias", bias, x)
     statistics = x.new_empty((rows,), dtype=torch.float32)
     return torch.empty_like(x), statistics, torch.empty_like(statistics)
 
@@ -46,7 +44,7 @@ def _backward_fake(grad_y, x, weight, mean, rstd, needs_weight_grad, needs_bias_
 
 
 def _setup_context(ctx, inputs, output):
-    x, weight, bias, _ = inputs
+    x, weight, _bias, _ = inputs
     _, mean, rstd = output
     ctx.mark_non_differentiable(mean, rstd)
     ctx.set_materialize_grads(False)

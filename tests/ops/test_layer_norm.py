@@ -119,6 +119,6 @@ def test_opcheck():
     x, weight, bias, grad_y = sample_inputs((4, 12), "cpu", torch.float32)
     leaves = [t.requires_grad_() for t in (x, weight, bias)]
     torch.library.opcheck(torch.ops.ls.layer_norm_forward.default, (*leaves, 1e-5))
-    y, mean, rstd = torch.ops.ls.layer_norm_forward(x.detach(), weight.detach(), bias.detach(), 1e-5)
+    _y, mean, rstd = torch.ops.ls.layer_norm_forward(x.detach(), weight.detach(), bias.detach(), 1e-5)
     arguments = (grad_y, x.detach(), weight.detach(), mean, rstd, True, True)
     torch.library.opcheck(torch.ops.ls.layer_norm_backward.default, arguments)

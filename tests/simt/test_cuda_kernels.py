@@ -143,7 +143,7 @@ def test_layer_norm_reads_rows_in_registers_once(simt, n_cols, reads, reads_back
     weight, bias = torch.ones(n_cols), torch.zeros(n_cols)
     op = torch.ops.ls_simt
     with traffic(simt) as moved:
-        y, mean, rstd = op.layer_norm_forward(x, weight, bias, 1e-5)
+        _y, mean, rstd = op.layer_norm_forward(x, weight, bias, 1e-5)
     assert moved["x"].read == reads * n_bytes(x)
     assert moved["x"].cold_read == moved["y"].written == n_bytes(x)
     with traffic(simt) as moved:
