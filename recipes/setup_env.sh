@@ -247,7 +247,7 @@ if [ -z "$COMPILER" ]; then
   say "         stock fairseq. To have them: $(install_hint g++ gcc-c++), then run this again"
 fi
 rm -f "$VENV/.ls_library"
-step "building the kernels${COMPILER:+ with $COMPILER}" "$VENV_PYTHON" setup.py build_ext --inplace ||
+[ -z "$COMPILER" ] || step "building the kernels with $COMPILER" "$VENV_PYTHON" setup.py build_ext --inplace ||
   die "building the kernels failed; the whole log is $LOG" "LS_BUILD=0 bash recipes/setup_env.sh goes on without them"
 
 say "checking"
@@ -265,7 +265,7 @@ fairseq = next(
     for name in ("fairseq-fixed", "fairseq")
     if any(d.metadata["Name"] == name for d in metadata.distributions())
 )
-kernels = f"compiled kernels for {status.isa}{' and CUDA' if status.cuda else ''}" if status.loaded else f"no compiled kernels ({status.reason})"
+kernels = f"compiled kernels: {status.isa}{' and CUDA' if status.cuda else ''}" if status.loaded else f"no compiled kernels: {status.reason}"
 print(status.path if status.loaded else "")
 print(f"torch {torch.__version__}, {fairseq}, {kernels}")
 PYTHON
@@ -275,4 +275,4 @@ PYTHON
 }
 head -n 1 <<<"$STATUS" >"$VENV/.ls_library_path"
 echo "$LIBRARY_KEY" >"$VENV/.ls_library"
-say "ready: Python $VERSION, $(tail -n 1 <<<"$STATUS")"
+say "ready: Python $VERSION, $(tail -n 1 <<<"${STATUS%%;*}")"
