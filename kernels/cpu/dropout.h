@@ -20,76 +20,63 @@ inline vuint64 multiply_even(vuint64 a, vuint64 b) {
 #endif
 }
 
-// Interleave the low (high) halves of each 128-bit quarter of a and b, in units of 32 or 64 bits.
+// Interleave the low (high) 64-bit halves of each 128-bit quarter of a and b.
+inline vuint64 unpack_low(vuint64 a, vuint64 b) {
 #if defined(__AVX512F__)
-#define LS_UNPACK(name, instruction)                                                                                  \
-  inline vuint name(vuint a, vuint b) {                                                                               \
-    return reinterpret_cast<vuint>(_mm512_##instruction(reinterpret_cast<__m512i>(a), reinterpret_cast<__m512i>(b))); \
-  }
+  return reinterpret_cast<vuint64>(_mm512_unpacklo_epi64(reinterpret_cast<__m512i>(a), reinterpret_cast<__m512i>(b)));
 #elif defined(__AVX2__)
-#define LS_UNPACK(name, instruction)                                                                                  \
-  inline vuint name(vuint a, vuint b) {                                                                               \
-    return reinterpret_cast<vuint>(_mm256_##instruction(reinterpret_cast<__m256i>(a), reinterpret_cast<__m256i>(b))); \
-  }
-#elif defined(__SSE2__)
-#define LS_UNPACK(name, instruction)                                                                               \
-  inline vuint name(vuint a, vuint b) {                                                                            \
-    return reinterpret_cast<vuint>(_mm_##instruction(reinterpret_cast<__m128i>(a), reinterpret_cast<__m128i>(b))); \
-  }
+  return reinterpret_cast<vuint64>(_mm256_unpacklo_epi64(reinterpret_cast<__m256i>(a), reinterpret_cast<__m256i>(b)));
+#else  // one quarter
+  return vuint64{a[0], b[0]};
 #endif
-#if defined(LS_UNPACK)
-LS_UNPACK(unpack_low32, unpacklo_epi32)
-LS_UNPACK(unpack_high32, unpackhi_epi32)
-LS_UNPACK(unpack_low64, unpacklo_epi64)
-LS_UNPACK(unpack_high64, unpackhi_epi64)
-#undef LS_UNPACK
-#else  // kLanes is 4
-inline vuint unpack_low32(vuint a, vuint b) { return vuint{a[0], b[0], a[1], b[1]}; }
-inline vuint unpack_high32(vuint a, vuint b) { return vuint{a[2], b[2], a[3], b[3]}; }
-inline vuint unpack_low64(vuint a, vuint b) { return vuint{a[0], a[1], b[0], b[1]}; }
-inline vuint unpack_high64(vuint a, vuint b) { return vuint{a[2], a[3], b[2], b[3]}; }
+}
+inline vuint64 unpack_high(vuint64 a, vuint64 b) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<vuint64>(_mm512_unpackhi_epi64(reinterpret_cast<__m512i>(a), reinterpret_cast<__m512i>(b)));
+#elif defined(__AVX2__)
+  return reinterpret_cast<vuint64>(_mm256_unpackhi_epi64(reinterpret_cast<__m256i>(a), reinterpret_cast<__m256i>(b)));
+#else
+  return vuint64{a[1], b[1]};
 #endif
-
-inline void multiply_high_low(vuint a, uint32_t b, vuint* high, vuint* low) {
-  const vuint64 factor = b - vuint64{};
-  const vuint64 even = multiply_even(reinterpret_cast<vuint64>(a), factor);
-  const vuint64 odd = multiply_even(reinterpret_cast<vuint64>(a) >> 32, factor);
-  *high = reinterpret_cast<vuint>((even >> 32) | (odd & 0xFFFFFFFF00000000u));
-  *low = reinterpret_cast<vuint>((even & 0xFFFFFFFFu) | (odd << 32));
 }
 
 // Draws of the groups [first, first + kLanes), as the 16-bit integers of 8 kLanes consecutive elements.
+//
+// A 64-bit lane holds one group and the low 32 bits count: the products are 64 bits wide, the multiplier ignores the upper half
+// of its factors, and what xor leaves there does no harm. So a round is 2 products, 2 shifts and 4 xors, with no blends.
 inline void philox_block(uint64_t seed, uint64_t first, uint64_t offset, uint16_t* out) {
-  // Lane (quarter q, place j) of the four output words belongs to group 4 q + j of its 128-bit quarter after the
-  // transposition below; giving that lane the counter of group j * kQuarters + q makes the stores come out in order.
-  constexpr int kQuarters = kLanes / 4;
-  vuint c0, c1;
+  constexpr int kQuarters = kLanes / 4;   // 128-bit quarters of a vector
+  constexpr uint64_t kHalf = kLanes / 2;  // groups in one vector; two vectors, so that one works while the other waits
+  vuint64 order{};
   for (int q = 0; q < kQuarters; ++q) {
-    for (int j = 0; j < 4; ++j) {
-      const uint64_t group = first + static_cast<uint64_t>(j * kQuarters + q);
-      c0[4 * q + j] = static_cast<uint32_t>(group);
-      c1[4 * q + j] = static_cast<uint32_t>(group >> 32);
-    }
+    order[2 * q] = q;  // the two stores below then come out in order
+    order[2 * q + 1] = kQuarters + q;
   }
-  vuint c2 = static_cast<uint32_t>(offset) - vuint{}, c3 = static_cast<uint32_t>(offset >> 32) - vuint{};
+  vuint64 c0[2], c1[2], c2[2], c3[2];
+  for (int h = 0; h < 2; ++h) {
+    c0[h] = order + (first + h * kHalf);
+    c1[h] = c0[h] >> 32;
+    c2[h] = (offset & 0xFFFFFFFFu) - vuint64{};
+    c3[h] = (offset >> 32) - vuint64{};
+  }
+  const vuint64 m0 = uint64_t{kPhiloxM0} - vuint64{}, m1 = uint64_t{kPhiloxM1} - vuint64{};
   uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
   for (int round = 0; round < kPhiloxRounds; ++round) {
-    vuint high0, low0, high1, low1;
-    multiply_high_low(c0, kPhiloxM0, &high0, &low0);
-    multiply_high_low(c2, kPhiloxM1, &high1, &low1);
-    c0 = high1 ^ c1 ^ k0;
-    c2 = high0 ^ c3 ^ k1;
-    c1 = low1;
-    c3 = low0;
+    for (int h = 0; h < 2; ++h) {
+      const vuint64 p0 = multiply_even(c0[h], m0), p1 = multiply_even(c2[h], m1);
+      c0[h] = (p1 >> 32) ^ c1[h] ^ uint64_t { k0 };
+      c2[h] = (p0 >> 32) ^ c3[h] ^ uint64_t { k1 };
+      c1[h] = p1;
+      c3[h] = p0;
+    }
     k0 += kPhiloxW0;
     k1 += kPhiloxW1;
   }
-  // 4 x 4 transposition inside each 128-bit quarter: vector j then holds, quarter by quarter, whole groups.
-  const vuint low01 = unpack_low32(c0, c1), high01 = unpack_high32(c0, c1);
-  const vuint low23 = unpack_low32(c2, c3), high23 = unpack_high32(c2, c3);
-  const vuint groups[4] = {unpack_low64(low01, low23), unpack_high64(low01, low23), unpack_low64(high01, high23),
-                           unpack_high64(high01, high23)};
-  std::memcpy(out, groups, sizeof(groups));
+  for (int h = 0; h < 2; ++h) {
+    const vuint64 words01 = (c0[h] & 0xFFFFFFFFu) | (c1[h] << 32), words23 = (c2[h] & 0xFFFFFFFFu) | (c3[h] << 32);
+    const vuint64 groups[2] = {unpack_low(words01, words23), unpack_high(words01, words23)};
+    std::memcpy(out + h * kHalf * kDropoutGroup, groups, sizeof(groups));
+  }
 }
 
 // Calls body(row, col_begin, col_end, draws) until the rows [row_begin, row_end) are covered; draws[i] is the 16-bit integer
