@@ -35,6 +35,7 @@ ROOT = Path(__file__).resolve().parent
 KERNELS = ROOT / "kernels"
 LIBRARY = "libls_kernels.so"
 OPS = sorted(path.stem for path in (KERNELS / "ops").glob("*.cpp"))
+MIN_TORCH = (2, 10)
 TORCH_TARGET_VERSION = "0x020a000000000000"  # 2.10: nothing newer is called, so the library loads there too
 
 # Flags of each CPU instruction set; kernels/cpu/dispatch.cpp checks for the same features at run time.
@@ -43,7 +44,16 @@ ISA_FLAGS = {
     "avx2": ["-mavx2", "-mfma", "-mf16c"],
     "avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-mf16c"],
 }
-CXX_FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-psabi", "-Wno-maybe-uninitialized"]
+CXX_FLAGS = [
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-Wall",
+    "-Wextra",
+    "-Wno-psabi",
+    "-Wno-maybe-uninitialized",
+]
 NVCC_FLAGS = ["-std=c++17", "-O3", "-lineinfo", "--expt-relaxed-constexpr", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
 OLDEST_ARCH = 75
 
@@ -53,8 +63,16 @@ def find_torch() -> Path | None:
     directories = [Path(sysconfig.get_path("purelib")), Path(sysconfig.get_path("platlib"))]
     directories += [Path(entry) for entry in sys.path if entry]
     for directory in directories:
-        if (directory / "torch" / "include" / "torch" / "csrc" / "stable" / "library.h").exists():
-            return directory / "torch"
+        version_file = directory / "torch" / "version.py"
+        if not version_file.exists():
+            continue
+        version = re.search(r"__version__ = '(\d+)\.(\d+)", version_file.read_text())
+        if version is None or tuple(map(int, version.groups())) < MIN_TORCH:
+            found = ".".join(version.groups()) if version else "unknown"
+            sys.exit(
+                f"setup.py: torch {found} in {directory} is too old; pip install 'torch>={'.'.join(map(str, MIN_TORCH))}'"
+            )
+        return directory / "torch"
     return None
 
 
@@ -90,7 +108,9 @@ def cuda_toolkit(nvcc: str) -> tuple[Path, Path]:
     libraries = [Path(path) for path in re.findall(r'"-L([^"]+)"', answer)]
     library = next((path for path in libraries if (path / "libcudart_static.a").exists()), None)
     if include is None or library is None:
-        sys.exit(f"setup.py: {nvcc} names no complete toolkit (headers and libcudart_static.a); install it whole, or set LS_CUDA=0")
+        sys.exit(
+            f"setup.py: {nvcc} names no complete toolkit (headers and libcudart_static.a); install it whole, or set LS_CUDA=0"
+        )
     return Path(include.group(1)), library
 
 
@@ -159,7 +179,9 @@ class BuildKernels(build_ext):
         if os.environ.get("MAX_JOBS"):
             command += ["-j", os.environ["MAX_JOBS"]]
         if subprocess.run(command, check=False).returncode != 0:
-            sys.exit("setup.py: the compiled library did not build; the compiler's message stands above (pip: add -v to see it)")
+            sys.exit(
+                "setup.py: the compiled library did not build; the compiler's message stands above (pip: add -v to see it). LS_BUILD=0 installs without it"
+            )
         output = Path(self.get_ext_fullpath(ext.name))
         output.parent.mkdir(parents=True, exist_ok=True)
         # A new file under the old name: a process that has the old one mapped keeps it.
@@ -242,6 +264,9 @@ class PlatformWheel(bdist_wheel):
 
 
 building = build_is_wanted()
+if not building:
+    # One that an earlier build left in this clone would be packed, or loaded, although none is wanted.
+    (ROOT / "ls_plugin" / LIBRARY).unlink(missing_ok=True)
 setup(
     ext_modules=[Extension("ls_plugin.libls_kernels", sources=[])] if building else [],
     cmdclass={"build_ext": BuildKernels, "bdist_wheel": PlatformWheel},

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import torch
 
+from ls_plugin._versions import MIN_TORCH
+
 LIBRARY_NAME = "libls_kernels.so"
-MIN_TORCH = (2, 10)
 KERNEL_DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16))
 
 
@@ -38,7 +39,10 @@ def _torch_version() -> tuple[int, int]:
 
 def _load() -> LibraryStatus:
     path = Path(__file__).with_name(LIBRARY_NAME)
-    if os.environ.get("LS_REFERENCE") == "1":
+    wish = os.environ.get("LS_REFERENCE", "")
+    if wish not in ("", "0", "1"):
+        raise RuntimeError(f"LS_REFERENCE must be 0, 1 or unset, got {wish!r}")
+    if wish == "1":
         return LibraryStatus(False, str(path), "LS_REFERENCE=1 asks for the reference ops; unset it to use the kernels")
     if _torch_version() < MIN_TORCH:
         return LibraryStatus(
@@ -69,8 +73,6 @@ def _load() -> LibraryStatus:
 
 _status = _load()
 _namespace = "ls"
-# "meta" has no kernel: the fake implementation gives shapes.
-_devices = {"cpu", "meta"} | ({"cuda"} if _status.cuda else set())
 
 
 def status() -> LibraryStatus:
@@ -93,20 +95,33 @@ def has_kernel(x: torch.Tensor) -> bool:
     """Whether the compiled kernels serve this tensor's device and dtype; the reference does otherwise."""
     if not _status.loaded or x.dtype not in KERNEL_DTYPES:
         return False
-    if x.device.type in _devices:
-        return True
-    _warn_missing_device(x.device.type)
-    return False
+    return x.device.type in ("cpu", "meta") or _serves(x.device)  # "meta": the fake kernels give shapes
 
 
 @functools.cache
-def _warn_missing_device(device_type: str) -> None:
+def _serves(device: torch.device) -> bool:
+    """Whether the library has kernels for a device; where not, says so once, with the remedy."""
+    if device.type != "cuda" or not _status.cuda:
+        why = f"{device.type} (built for cpu{' and cuda' if _status.cuda else ''})"
+        remedy = "With the CUDA toolkit installed, LS_CUDA=1 pip install . builds them."
+    elif not cuda_arch_is_built(torch.cuda.get_device_capability(device), _status.archs):
+        major, minor = torch.cuda.get_device_capability(device)
+        why = f"compute capability {major}.{minor} (built for {_status.archs})"
+        remedy = f'LS_CUDA=1 LS_CUDA_ARCH="{major}{minor}" pip install . builds them.'
+    else:
+        return True
     warnings.warn(
-        f"ls_plugin: the compiled library has no kernels for {device_type} (built for {', '.join(sorted(_devices - {'meta'}))}), so "
-        "the reference ops in plain PyTorch run there: same results, several times slower. "
-        "With the CUDA toolkit installed, LS_CUDA=1 pip install . builds them.",
-        stacklevel=3,
+        f"ls_plugin: the compiled library has no kernels for {why}, so the reference ops in plain PyTorch run there: same results, "
+        f"several times slower. {remedy}",
+        stacklevel=4,
     )
+    return False
+
+
+def cuda_arch_is_built(capability: tuple[int, int], archs: str) -> bool:
+    """Whether a GPU runs one of the architectures in the library ("80;90"): a lower one of its family, or PTX of the last."""
+    built = [divmod(int(arch.rstrip("af")), 10) for arch in archs.split(";")]
+    return any(major == capability[0] and minor <= capability[1] for major, minor in built) or built[-1] <= capability
 
 
 def warn_if_not_loaded() -> None:

@@ -4,10 +4,9 @@ import importlib.metadata
 import importlib.util
 import sys
 
-from ls_plugin._library import MIN_TORCH
-
 VERSION = "0.1.0"
 MIN_PYTHON = (3, 10)
+MIN_TORCH = (2, 10)
 FAIRSEQ_BY_PYTHON = {
     "3.10": "fairseq==0.12.2",
     "3.11+": "fairseq-fixed==0.12.3.1",
@@ -31,11 +30,13 @@ def fairseq_distribution() -> str | None:
 
 def problems() -> list[str]:
     """Every reason why this environment cannot run the plugin, each with its remedy."""
-    import torch
-
     found = []
     if sys.version_info < MIN_PYTHON:
         found.append(f"Python {sys.version.split()[0]} is too old; use 3.10, 3.11 or 3.12")
+    if importlib.util.find_spec("torch") is None:
+        return [*found, "torch is not installed; pip install torch"]
+    import torch
+
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < MIN_TORCH:
         wanted = ".".join(map(str, MIN_TORCH))
         found.append(f"torch {torch.__version__} is too old; pip install 'torch>={wanted}'")

@@ -84,7 +84,8 @@ struct LabelSmoothedCrossEntropyForward {
   DType dtype;
 };
 
-// grad[n] *= grad_loss[n] * factor, in place; rows where that product is 1 are left alone, unread.
+// grad[n] *= grad_loss[n] * factor, in place; rows where that product is 1 are left alone, unread. Zeros stay zeros even where the
+// product is not finite: an ignored row has no gradient.
 struct LabelSmoothedCrossEntropyBackward {
   void* grad;                // scalar (N, V)
   const float* grad_loss;    // (N,) with stride grad_loss_stride

@@ -5,7 +5,7 @@
 //     group = row * ceil(n_cols / 8) + col / 8        (64 bits: a row starts a new group, so rows are independent)
 //     lane  = col % 8                                 word lane / 2, low half first
 // with the counter (group low, group high, offset low, offset high) and the key (seed low, seed high). `offset` tells
-// apart the draws made under one seed: its low half numbers the call site, its high half is the distributed rank.
+// apart the draws made under one seed: its high half is the distributed rank, its low half is free for several draws of one seed (0 today).
 // An element is kept when its 16-bit integer is >= threshold. Masks are therefore a function of (seed, offset, position)
 // alone: the same on a CPU and on a GPU, at any thread count, and recomputed in the backward instead of stored.
 //

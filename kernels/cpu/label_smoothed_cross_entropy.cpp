@@ -80,7 +80,8 @@ void label_smoothed_cross_entropy_forward(const LabelSmoothedCrossEntropyForward
         const float inverse = static_cast<float>(a.grad_scale / sum_exp), other = epsilon_other * a.grad_scale;
         const float q_target = e[target] * inverse;
         for_each_vector(n_classes, [&](int64_t i, auto n) { store_n(grad + i, load_n(e + i, n) * inverse - other, n); });
-        from_float(q_target - (1.0f - a.epsilon) * a.grad_scale, grad + target);
+        // With a single class p sums to 1 - epsilon alone, the gradient is (1 - epsilon) (q - 1) = 0.
+        from_float(n_classes > 1 ? q_target - (1.0f - a.epsilon) * a.grad_scale : 0.0f, grad + target);
       }
     });
   });
@@ -94,7 +95,10 @@ void label_smoothed_cross_entropy_backward(const LabelSmoothedCrossEntropyBackwa
         const float factor = a.grad_loss[row * a.grad_loss_stride] * a.factor;
         if (factor == 1.0f) continue;
         auto* grad = static_cast<scalar_t*>(a.grad) + row * a.n_cols;
-        for_each_vector(a.n_cols, [&](int64_t i, auto n) { store_n(grad + i, load_n(grad + i, n) * factor, n); });
+        for_each_vector(a.n_cols, [&](int64_t i, auto n) {
+          const vfloat g = load_n(grad + i, n);
+          store_n(grad + i, g == 0.0f ? g : g * factor, n);  // an ignored row stays 0 whatever arrives from above
+        });
       }
     });
   });

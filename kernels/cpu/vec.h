@@ -188,14 +188,7 @@ template <typename scalar_t>
 inline void store_n(scalar_t* p, vfloat v, int64_t n) {
   store_tail(p, v, n);
 }
-// Lanes below n: what a reduction may count in a tail vector.
-inline vint lanes_below(int64_t n) {
-  vint v;
-  for (int i = 0; i < kLanes; ++i) v[i] = i < n ? -1 : 0;
-  return v;
-}
 
-inline vfloat vmax(vfloat a, vfloat b) { return a > b ? a : b; }
 inline vfloat vsqrt(vfloat v) {
 #if defined(__AVX512F__)
   return reinterpret_cast<vfloat>(_mm512_sqrt_ps(reinterpret_cast<__m512>(v)));

@@ -201,6 +201,13 @@ __global__ void __launch_bounds__(kMaxThreads)
   }
 }
 
+// A zero stays zero even where the scale is not finite: an ignored row has no gradient.
+template <typename scalar_t>
+__device__ __forceinline__ scalar_t scaled(scalar_t grad, float scale) {
+  const float g = static_cast<float>(grad);
+  return static_cast<scalar_t>(g == 0.0f ? g : g * scale);
+}
+
 template <typename scalar_t, int kWidth>
 __global__ void __launch_bounds__(kMaxThreads)
     label_smoothed_cross_entropy_backward_kernel(const LabelSmoothedCrossEntropyBackward a) {
@@ -214,12 +221,12 @@ __global__ void __launch_bounds__(kMaxThreads)
   for (int64_t i = thread; i < split.n_vec; i += n_threads) {
     auto v = load_vec<kWidth>(grad + split.head + i * kWidth);
 #pragma unroll
-    for (int j = 0; j < kWidth; ++j) v.elem[j] = static_cast<scalar_t>(static_cast<float>(v.elem[j]) * scale);
+    for (int j = 0; j < kWidth; ++j) v.elem[j] = scaled(v.elem[j], scale);
     store_vec(grad + split.head + i * kWidth, v);
   }
   for (int64_t i = thread; i < split.n_edge; i += n_threads) {
     const int64_t col = split.edge(i);
-    grad[col] = static_cast<scalar_t>(static_cast<float>(grad[col]) * scale);
+    grad[col] = scaled(grad[col], scale);
   }
 }
 

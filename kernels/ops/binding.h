@@ -145,7 +145,7 @@ inline Tensor new_empty(const Tensor& like, std::initializer_list<int64_t> shape
 }
 
 // Dropout's constants for the kernels. A seed on the CPU is read here; one on the GPU is read by the kernel, so that nobody
-// waits for it and a captured CUDA graph can change it.
+// waits for it.
 inline Dropout make_dropout(const char* op, double p, const std::optional<Tensor>& seed, int64_t offset, const Tensor& x) {
   LS_CHECK(p >= 0.0 && p <= 1.0, op, ": p must lie in [0, 1], got ", p);
   Dropout dropout;

@@ -1,8 +1,8 @@
 """The fused ops. Each has its kernels under ``kernels/cpu`` and ``kernels/cuda``, its maths under ``ls_plugin/reference``
 and its tests under ``tests/ops``, all by the same stem.
 
-They take CPU and CUDA tensors in fp32, fp16 and bf16; anything else (fp64, a device without kernels, no compiled
-library) runs the reference. All work under autograd, ``torch.compile`` and fake tensors.
+They take CPU and CUDA tensors in fp32, fp16 and bf16, under autograd, ``torch.compile`` and fake tensors; anything else (fp64, a
+device without kernels, no compiled library) runs the reference.
 """
 
 from ls_plugin import _library

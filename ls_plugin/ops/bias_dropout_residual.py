@@ -4,8 +4,16 @@ import torch
 from torch import Tensor
 
 from ls_plugin import _library, reference
-from ls_plugin.ops.checks import check_row_vector
+from ls_plugin.ops.checks import (
+    check_matrix,
+    check_row_vector,
+    check_same_shape,
+    common_dtype,
+    refuse_double_backward,
+)
 from ls_plugin.ops.rng import draw_seed, rank_offset
+
+_OP = "bias_dropout_residual"
 
 
 def bias_dropout_residual(
@@ -15,34 +23,37 @@ def bias_dropout_residual(
 
     Args:
         x: (..., C), fp32, fp16 or bf16 (others run the reference).
-        bias: (C,) or None.  residual: x's shape or None.  Cast to x's dtype if they have another.
+        bias: (C,) or None.  residual: x's shape or None.  All are promoted to one dtype if they differ, as under autocast.
         p: probability of dropping an element, in [0, 1]; taken as 0 unless ``training``.
     Returns:
-        (..., C) in x's dtype; ``x`` itself when there is nothing to do.
+        (..., C) in that dtype; ``x`` itself when there is nothing to do.
     Saves for backward: an 8-byte seed; the mask is drawn again from it.
     Raises:
         ValueError: p outside [0, 1].  RuntimeError: a shape, dtype or device does not fit.
     """
     if not 0.0 <= p <= 1.0:
-        raise ValueError(f"bias_dropout_residual: p must lie in [0, 1], got {p}")
+        raise ValueError(f"{_OP}: p must lie in [0, 1], got {p}")
     p = p if training else 0.0
     if p == 0.0 and bias is None and residual is None:
         return x
-    seed = draw_seed() if p > 0.0 else None
+    x, bias, residual = (t if t is None else t.to(common_dtype(x, bias, residual)) for t in (x, bias, residual))
+    seed = draw_seed(x.device) if p > 0.0 else None
     offset = rank_offset()
     if not _library.has_kernel(x):
+        _check(x, bias, residual)
         return reference.bias_dropout_residual(x, bias, residual, p, seed, offset)
-    bias = bias if bias is None else bias.to(x.dtype)
-    residual = residual if residual is None else residual.to(x.dtype).contiguous()
+    residual = residual if residual is None else residual.contiguous()
     return _library.kernels().bias_dropout_residual_forward(x.contiguous(), bias, residual, p, seed, offset)
 
 
+def _check(x, bias, residual):
+    check_matrix(_OP, "x", x)
+    check_row_vector(_OP, "bias", bias, x)
+    check_same_shape(_OP, "residual", residual, "x", x)
+
+
 def _forward_fake(x, bias, residual, p, seed, offset):
-    check_row_vector("bias_dropout_residual", "bias", bias, x)
-    torch._check(
-        residual is None or residual.shape == x.shape,
-        lambda: f"bias_dropout_residual: residual must have x's shape {tuple(x.shape)}, got {tuple(residual.shape)}",
-    )
+    _check(x, bias, residual)
     return torch.empty_like(x)
 
 
@@ -81,3 +92,4 @@ def register(namespace: str) -> None:
     torch.library.register_autograd(
         f"{namespace}::bias_dropout_residual_forward", _backward, setup_context=_setup_context
     )
+    torch.library.register_autograd(f"{namespace}::bias_dropout_residual_backward", refuse_double_backward(_OP))

@@ -1,13 +1,48 @@
-"""Shape checks of the fake kernels, in the words of the bindings (``kernels/ops/binding.h``)."""
+"""Shape checks of the fake kernels and of the reference path, in the words of the bindings (``kernels/ops/binding.h``)."""
+
+import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 
+def check(condition: bool, message: Callable[[], str]) -> None:
+    """Raises RuntimeError with the message unless the condition holds; works on symbolic sizes."""
+    torch._check(condition, message)
+
+
 def check_row_vector(op: str, name: str, parameter: Tensor | None, x: Tensor) -> None:
-    """Raises RuntimeError unless ``parameter`` is None or (C,), with C the last size of ``x``."""
+    """``parameter`` is None or (C,), with C the last size of ``x``."""
     columns = x.shape[-1]
-    torch._check(
+    check(
         parameter is None or (parameter.dim() == 1 and parameter.shape[0] == columns),
         lambda: f"{op}: {name} must have shape (C,) = ({columns},), got {tuple(parameter.shape)}",
     )
+
+
+def check_same_shape(op: str, name: str, t: Tensor | None, x_name: str, x: Tensor) -> None:
+    """``t`` is None or has the shape of ``x``."""
+    check(
+        t is None or t.shape == x.shape,
+        lambda: f"{op}: {name} must have the shape of {x_name}, {tuple(x.shape)}, got {tuple(t.shape)}",
+    )
+
+
+def check_matrix(op: str, name: str, x: Tensor) -> None:
+    """``x`` is (..., C)."""
+    check(x.dim() >= 1, lambda: f"{op}: {name} must have at least one dimension, (..., C), got a scalar")
+
+
+def common_dtype(*tensors: Tensor | None) -> torch.dtype:
+    """The dtype that torch would compute these in: under autocast a bf16 product meets an fp32 residual, and the sum is fp32."""
+    return functools.reduce(torch.promote_types, (t.dtype for t in tensors if t is not None))
+
+
+def refuse_double_backward(op: str) -> Callable:
+    """An autograd formula that says that ``op`` cannot be differentiated, where silence would give wrong second derivatives."""
+
+    def backward(ctx, *grads):
+        raise RuntimeError(f"{op}: the fused op is differentiable once; use ls_plugin.reference for second derivatives")
+
+    return backward

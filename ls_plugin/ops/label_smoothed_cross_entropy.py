@@ -2,8 +2,12 @@
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ls_plugin import _library, reference
+from ls_plugin.ops.checks import check
+
+_OP = "label_smoothed_cross_entropy"
 
 # q - p lies in [-1, 1]; in fp16 most of q would fall among the subnormals (below 6e-5) or vanish (below 6e-8), so it is
 # stored 1024 times larger and the backward, which multiplies by fairseq's loss scale anyway, takes the factor out.
@@ -24,26 +28,30 @@ def label_smoothed_cross_entropy(
         inplace: write the gradient over the logits' memory. Their values are lost, autograd is told so (another node that
             saved them refuses to run backward), and nothing is written when no gradient is needed.
     Returns:
-        loss, nll: fp32, target's shape; 0 where target is ignore_index.  Only the loss is differentiable, once.
+        loss, nll: fp32 (fp64 for fp64 logits), target's shape; 0 where target is ignore_index.  Only the loss is differentiable, once.
     Saves for backward: the gradient, in the logits' dtype (their own memory when inplace).
     Raises:
-        ValueError: epsilon outside [0, 1].  RuntimeError: shapes or dtypes do not fit, or, on a CPU, a target outside the
-        vocabulary; on a GPU such a target stops the kernel with a device-side assertion, as torch's own loss does.
+        ValueError: epsilon outside [0, 1].  RuntimeError: shapes or dtypes do not fit; ``inplace`` on a leaf; the logits were
+        overwritten before the backward; or, on a CPU, a target outside the vocabulary.  On a GPU such a target stops the kernel with
+        a device-side assertion, as torch's own loss does.
     """
     if not 0.0 <= epsilon <= 1.0:
-        raise ValueError(f"label_smoothed_cross_entropy: epsilon must lie in [0, 1], got {epsilon}")
-    if logits.shape[:-1] != target.shape:
+        raise ValueError(f"{_OP}: epsilon must lie in [0, 1], got {epsilon}")
+    if logits.dim() == 0 or logits.shape[:-1] != target.shape:
         raise RuntimeError(
-            "label_smoothed_cross_entropy: target must have logits' leading shape "
-            f"{tuple(logits.shape[:-1])}, got {tuple(target.shape)}"
+            f"{_OP}: target must have logits' leading shape {tuple(logits.shape[:-1])}, got {tuple(target.shape)}"
         )
+    grad_enabled = torch.is_grad_enabled() and logits.requires_grad
+    if inplace and grad_enabled and logits.is_leaf:
+        raise RuntimeError(f"{_OP}: inplace=True would overwrite a leaf that requires grad; call it with inplace=False")
     shape = target.shape
-    logits, target = logits.reshape(-1, logits.shape[-1]).contiguous(), target.reshape(-1).contiguous()
+    logits = logits.reshape(target.numel(), logits.shape[-1]).contiguous()
+    target = target.reshape(-1).contiguous()
     if _library.has_kernel(logits):
-        loss, nll = _LabelSmoothedCrossEntropy.apply(
-            logits, target, epsilon, ignore_index, inplace, torch.is_grad_enabled()
-        )
+        loss, nll = _LabelSmoothedCrossEntropy.apply(logits, target, epsilon, ignore_index, inplace, grad_enabled)
     else:
+        _check(logits, target)
+        _check_vocabulary(logits, target, ignore_index)
         loss, nll = reference.label_smoothed_cross_entropy(logits, target, epsilon, ignore_index)
         nll = nll.detach()
     return loss.view(shape), nll.view(shape)
@@ -54,43 +62,79 @@ class _LabelSmoothedCrossEntropy(torch.autograd.Function):
     def forward(ctx, logits, target, epsilon, ignore_index, inplace, grad_enabled):
         grad = None
         ctx.grad_scale = _FP16_GRAD_SCALE if logits.dtype == torch.float16 else 1.0
-        if grad_enabled and ctx.needs_input_grad[0]:
+        if grad_enabled:
             if inplace:
                 grad = logits.detach()
                 torch.autograd.graph.increment_version(logits)
             else:
                 grad = torch.empty_like(logits)
+            # Under torch.compile memory is functional, and there is no version to compare.
+            ctx.version = None if torch.compiler.is_compiling() else grad._version
         loss, nll = _library.kernels().label_smoothed_cross_entropy_forward(
             logits, target, grad, epsilon, ignore_index, ctx.grad_scale
         )
+        # Not in save_for_backward, which would hold a second reference: the backward hands this very memory on.
         ctx.grad = grad
         ctx.mark_non_differentiable(nll)
         ctx.set_materialize_grads(False)
         return loss, nll
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_loss, _grad_nll):
         if grad_loss is None:
             return None, None, None, None, None, None
         if ctx.grad is None:
             raise RuntimeError(
-                "label_smoothed_cross_entropy: backward ran already and consumed the stored gradient; "
-                "compute the loss again for a second backward"
+                f"{_OP}: backward ran already and consumed the stored gradient; compute the loss again for a second backward"
             )
         grad, ctx.grad = ctx.grad, None
+        if ctx.version is not None and grad._version != ctx.version:
+            raise RuntimeError(
+                f"{_OP}: the logits' memory, which holds the gradient after inplace=True, was modified by an inplace operation "
+                "before the backward; call it with inplace=False"
+            )
         _library.kernels().label_smoothed_cross_entropy_backward(grad, grad_loss, 1.0 / ctx.grad_scale)
         return grad, None, None, None, None, None
 
 
+def _check(logits, target):
+    check(logits.dim() == 2, lambda: f"{_OP}: logits must have shape (N, V), got {tuple(logits.shape)}")
+    rows = logits.shape[0]
+    check(
+        target.dim() == 1 and target.shape[0] == rows,
+        lambda: f"{_OP}: target must have shape (N,) = ({rows},), got {tuple(target.shape)}",
+    )
+    check(target.dtype == torch.int64, lambda: f"{_OP}: target must be Long, got {target.dtype}")
+
+
+def _check_vocabulary(logits, target, ignore_index):
+    """As the binding does, where it costs no wait for a device."""
+    if target.device.type != "cpu":
+        return
+    outside = ((target < 0) | (target >= logits.shape[1])) & (target != ignore_index)
+    if outside.any():
+        position = int(outside.nonzero()[0])
+        raise RuntimeError(
+            f"{_OP}: target {int(target[position])} at position {position} is outside the vocabulary of {logits.shape[1]} "
+            "entries; was the data preprocessed with another dictionary?"
+        )
+
+
 def _forward_fake(logits, target, grad, epsilon, ignore_index, grad_scale):
+    _check(logits, target)
     return logits.new_empty(target.shape, dtype=torch.float32), logits.new_empty(target.shape, dtype=torch.float32)
 
 
 def _backward_fake(grad, grad_loss, factor):
-    return None
+    rows = grad.shape[0]
+    check(
+        grad_loss.dim() == 1 and grad_loss.shape[0] == rows,
+        lambda: f"{_OP}_backward: grad_loss must have shape (N,) = ({rows},), got {tuple(grad_loss.shape)}",
+    )
 
 
 def register(namespace: str) -> None:
     """Fake kernels for one build of the library; autograd is :class:`_LabelSmoothedCrossEntropy`."""
-    torch.library.register_fake(f"{namespace}::label_smoothed_cross_entropy_forward", _forward_fake)
-    torch.library.register_fake(f"{namespace}::label_smoothed_cross_entropy_backward", _backward_fake)
+    torch.library.register_fake(f"{namespace}::{_OP}_forward", _forward_fake)
+    torch.library.register_fake(f"{namespace}::{_OP}_backward", _backward_fake)

@@ -4,7 +4,9 @@ import torch
 from torch import Tensor
 
 from ls_plugin import _library, reference
-from ls_plugin.ops.checks import check_row_vector
+from ls_plugin.ops.checks import check_matrix, check_row_vector, common_dtype, refuse_double_backward
+
+_OP = "layer_norm"
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float = 1e-5) -> Tensor:
@@ -12,24 +14,29 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 
     Args:
         x: (..., C), fp32, fp16 or bf16 (others run the reference).
-        weight, bias: (C,) or None; cast to x's dtype if they have another.
+        weight, bias: (C,) or None.  All are promoted to one dtype if they differ, as under autocast.
     Returns:
-        (..., C) in x's dtype.  Statistics are fp32.
+        (..., C) in that dtype.  Statistics are fp32.
     Saves for backward: x, weight, and 8 bytes a row (mean, 1 / deviation).
     Raises:
         RuntimeError: a shape, dtype or device does not fit.
     """
+    x, weight, bias = (t if t is None else t.to(common_dtype(x, weight, bias)) for t in (x, weight, bias))
     if not _library.has_kernel(x):
+        _check(x, weight, bias)
         return reference.layer_norm(x, weight, bias, eps)
-    weight = weight if weight is None else weight.to(x.dtype)
-    bias = bias if bias is None else bias.to(x.dtype)
     return _library.kernels().layer_norm_forward(x.contiguous(), weight, bias, eps)[0]
 
 
+def _check(x, weight, bias):
+    check_matrix(_OP, "x", x)
+    check_row_vector(_OP, "weight", weight, x)
+    check_row_vector(_OP, "bias", bias, x)
+
+
 def _forward_fake(x, weight, bias, eps):
+    _check(x, weight, bias)
     rows = x.shape[:-1].numel()
-    check_row_vector("layer_norm", "weight", weight, x)
-    check_row_vector("layer_norm", "bias", bias, x)
     statistics = x.new_empty((rows,), dtype=torch.float32)
     return torch.empty_like(x), statistics, torch.empty_like(statistics)
 
@@ -67,3 +74,4 @@ def register(namespace: str) -> None:
     torch.library.register_fake(f"{namespace}::layer_norm_forward", _forward_fake)
     torch.library.register_fake(f"{namespace}::layer_norm_backward", _backward_fake)
     torch.library.register_autograd(f"{namespace}::layer_norm_forward", _backward, setup_context=_setup_context)
+    torch.library.register_autograd(f"{namespace}::layer_norm_backward", refuse_double_backward(_OP))

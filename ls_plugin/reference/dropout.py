@@ -44,7 +44,9 @@ def philox4x32_10(seed: int, counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> 
     return c0, c1, c2, c3
 
 
-def dropout_keep_mask(shape: torch.Size, p: float, seed: int, offset: int, device: torch.device | None = None) -> Tensor:
+def dropout_keep_mask(
+    shape: torch.Size, p: float, seed: int, offset: int, device: torch.device | None = None
+) -> Tensor:
     """Boolean mask of ``shape`` (..., C): True where an element is kept."""
     n_cols = shape[-1]
     n_rows = shape.numel() // n_cols if n_cols else 0

@@ -48,7 +48,9 @@ def main() -> None:
     machine = harness.machine(device)
     copy = harness.copy_bandwidth(device)
     print(", ".join(f"{key} {value}" for key, value in machine.items()))
-    print(f"copy bandwidth {copy:.1f} GB/s, reads plus writes; fp32, forward and backward, medians of alternating runs\n")
+    print(
+        f"copy bandwidth {copy:.1f} GB/s, reads plus writes; fp32, forward and backward, medians of alternating runs\n"
+    )
     print(HEADER)
     results = []
     for stem in args.ops or STEMS:

@@ -5,8 +5,11 @@ An op is as accurate as PyTorch when its error against an fp64 result is at most
 largest value, for inputs where PyTorch happens to be exact.
 """
 
+import pytest
 import torch
 from torch import Tensor
+
+from ls_plugin import _library
 
 VALUE_FACTOR = 2.0
 GRAD_FACTOR = 3.0
@@ -14,6 +17,10 @@ FLOOR_ULPS = 4.0
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 dtype_name = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}.get
+
+needs_library = pytest.mark.skipif(
+    not _library.status().loaded, reason=f"no compiled library: {_library.status().reason}"
+)
 
 # Matrices (rows, columns): one element, odd, prime, not a multiple of any vector, wider than a block, many rows, none.
 SHAPES = [(1, 1), (3, 5), (7, 31), (5, 64), (2, 257), (33, 256), (4, 1000), (3, 1024), (2, 1031), (2, 5003), (0, 16)]
@@ -23,7 +30,9 @@ def shape_name(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape))
 
 
-def assert_as_accurate(actual: Tensor, torch_result: Tensor, exact: Tensor, factor: float, what: str, magnitude: float = 0.0) -> None:
+def assert_as_accurate(
+    actual: Tensor, torch_result: Tensor, exact: Tensor, factor: float, what: str, magnitude: float = 0.0
+) -> None:
     """``actual`` and ``torch_result`` in the tested dtype, ``exact`` in fp64, all of one shape.
 
     ``magnitude``: size of the terms that cancel in the result, where the result is much smaller than they are.
@@ -36,7 +45,9 @@ def assert_as_accurate(actual: Tensor, torch_result: Tensor, exact: Tensor, fact
     actual, torch_result, exact = (t.detach().double().cpu() for t in (actual, torch_result, exact))
     assert torch.isfinite(actual).all(), f"{what}: not finite"
     error = (actual - exact).abs().max().item()
-    allowed = factor * (torch_result - exact).abs().max().item() + FLOOR_ULPS * eps * max(magnitude, exact.abs().max().item())
+    allowed = factor * (torch_result - exact).abs().max().item() + FLOOR_ULPS * eps * max(
+        magnitude, exact.abs().max().item()
+    )
     assert error <= allowed, f"{what}: error {error:.3e}, allowed {allowed:.3e}"
 
 

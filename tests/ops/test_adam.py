@@ -3,7 +3,7 @@ import torch
 from fairseq.optim.adam import Adam as FairseqAdam
 
 from ls_plugin import ops, reference
-from tests.ops.accuracy import DTYPES, dtype_name, misaligned
+from tests.ops.accuracy import DTYPES, dtype_name, misaligned, needs_library
 
 # Every tail of a vector, and sizes around a thread's and a block's share.
 SIZES = [*range(1, 10), 31, 257, 4095, 4096, 4097]
@@ -35,7 +35,9 @@ def test_equals_fairseq_over_steps(backend, size):
     exp_avg.zero_(), exp_avg_sq.zero_()
     for step, grad in enumerate(grads, start=1):
         ops.adam_step(param, grad.clone(), exp_avg, exp_avg_sq, step=step, **OPTIONS)
-    for name, actual, wanted in zip(("param", "exp_avg", "exp_avg_sq"), (param, exp_avg, exp_avg_sq), expected, strict=True):
+    for name, actual, wanted in zip(
+        ("param", "exp_avg", "exp_avg_sq"), (param, exp_avg, exp_avg_sq), expected, strict=True
+    ):
         torch.testing.assert_close(actual, wanted, rtol=2e-6, atol=1e-7, msg=lambda m, name=name: f"{name}: {m}")
 
 
@@ -102,6 +104,16 @@ def test_errors_name_what_was_expected(backend):
         ops.adam_step(param, grad, exp_avg, exp_avg_sq, step=0, **OPTIONS)
 
 
+def test_tells_autograd(backend):
+    param, grad, exp_avg, exp_avg_sq = sample_inputs(8, backend.device)
+    leaf = torch.ones(8, device=backend.device, requires_grad=True)
+    saved = (leaf * param).sum()
+    ops.adam_step(param, grad, exp_avg, exp_avg_sq, step=1, **OPTIONS)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        saved.backward()
+
+
+@needs_library
 def test_opcheck():
     tensors = sample_inputs(12, "cpu")
     arguments = (*tensors, torch.tensor(0.5), 1e-3, 0.9, 0.98, 1e-8, 0.01, 1, True)

@@ -15,6 +15,7 @@ from tests.ops.accuracy import (
     assert_as_accurate,
     dtype_name,
     misaligned,
+    needs_library,
     noncontiguous,
     shape_name,
 )
@@ -182,6 +183,22 @@ def test_activation_checkpointing_draws_the_same_mask():
     assert torch.equal(x.grad != 0, mask[0])
 
 
+def test_mixed_dtypes_are_promoted(backend):
+    """Under autocast a bf16 product meets an fp32 residual stream, which must stay fp32."""
+    x, bias, residual, _ = sample_inputs((3, 40), backend.device, torch.bfloat16)
+    y = ops.bias_dropout_residual(x, bias, residual.float(), 0.0)
+    assert y.dtype == torch.float32 and torch.equal(y, residual.float() + (x.float() + bias.float()))
+
+
+def test_double_backward_is_refused(backend):
+    x, _, _, grad_y = sample_inputs((3, 40), backend.device, torch.float32)
+    grad_y.requires_grad_()
+    y = ops.bias_dropout_residual(x.requires_grad_(), None, None, 0.5)
+    (grad,) = torch.autograd.grad(y, x, grad_y, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        grad.square().sum().backward()
+
+
 def test_errors_name_what_was_expected(backend):
     x = torch.randn(2, 8, device=backend.device)
     with pytest.raises(RuntimeError, match=r"bias_dropout_residual: bias must have shape \(C,\) = \(8,\), got \(7,\)"):
@@ -199,6 +216,7 @@ def test_oracle_gradcheck():
     assert torch.autograd.gradcheck(lambda *args: reference.bias_dropout_residual(*args, 0.3, seed, 0), leaves)
 
 
+@needs_library
 def test_opcheck():
     x, bias, residual, grad_y = sample_inputs((4, 12), "cpu", torch.float32)
     leaves = [t.requires_grad_() for t in (x, bias, residual)]

@@ -11,6 +11,7 @@ from tests.ops.accuracy import (
     assert_as_accurate,
     dtype_name,
     misaligned,
+    needs_library,
     noncontiguous,
     shape_name,
 )
@@ -96,10 +97,19 @@ def test_same_bits_twice(backend):
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def test_mixed_dtypes_cast_the_parameters(backend):
+def test_mixed_dtypes_are_promoted(backend):
+    """As torch's layer norm under autocast: fp32 parameters make an fp32 result."""
     x, weight, bias, _ = sample_inputs((3, 40), backend.device, torch.bfloat16)
     y = ops.layer_norm(x, weight.float(), bias.float())
-    assert y.dtype == torch.bfloat16 and torch.equal(y, ops.layer_norm(x, weight, bias))
+    assert y.dtype == torch.float32 and torch.equal(y, ops.layer_norm(x.float(), weight.float(), bias.float()))
+
+
+def test_double_backward_is_refused(backend):
+    x, weight, bias, grad_y = sample_inputs((3, 40), backend.device, torch.float32)
+    x.requires_grad_()
+    (grad,) = torch.autograd.grad(ops.layer_norm(x, weight, bias), x, grad_y, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        grad.square().sum().backward()
 
 
 def test_errors_name_what_was_expected(backend):
@@ -115,6 +125,7 @@ def test_oracle_gradcheck():
     assert torch.autograd.gradcheck(reference.layer_norm, inputs)
 
 
+@needs_library
 def test_opcheck():
     x, weight, bias, grad_y = sample_inputs((4, 12), "cpu", torch.float32)
     leaves = [t.requires_grad_() for t in (x, weight, bias)]
