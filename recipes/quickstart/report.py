@@ -14,6 +14,7 @@ from pathlib import Path
 KINDS = ("stock", "ls")
 PHASES = ("forward", "backward", "clip", "update", "rest")
 WARMUP_UPDATES = 10  # left out of the timings: first touch of memory, thread start, library set-up
+LEAST_UPDATES = 12  # the first after the warm-up is timed, the second is the first to be split into phases
 # Dropout masks differ between the two, so losses agree only as far as two seeds of one of them would. Relative; of the mean
 # over the last quarter of the updates.
 LOSS_TOLERANCE = 0.02
@@ -38,13 +39,23 @@ class Run:
     interrupted: bool = False
 
     @property
+    def complete(self) -> bool:
+        """Whether it made all its updates."""
+        return self.finished and not self.interrupted
+
+    @property
     def losses(self) -> list[float]:
         return [update["loss"] for update in self.updates]
 
     @property
-    def measured(self) -> list[dict]:
-        """The updates that count for timings."""
-        return self.updates[WARMUP_UPDATES:]
+    def timed(self) -> list[dict]:
+        """The updates that count for the speed: those that ran without a stop-watch inside."""
+        return [update for update in self.updates[WARMUP_UPDATES:] if update["phase_ms"] is None]
+
+    @property
+    def split(self) -> list[dict]:
+        """The updates that count for the phases."""
+        return [update for update in self.updates[WARMUP_UPDATES:] if update["phase_ms"] is not None]
 
     def final_loss(self) -> float:
         """Mean loss over the last quarter of the updates, in bits per token."""
@@ -95,7 +106,7 @@ def read_run(path: Path) -> Run:
 
 @dataclass
 class Timing:
-    """Medians over all measured updates of all runs of one kind."""
+    """Medians over the updates of all runs of one kind, without the warm-up: phases over those split, the rest over the others."""
 
     tokens_per_s: float
     tokens_per_s_runs: list[float]  # of each run: the spread
@@ -109,23 +120,24 @@ class Timing:
 def timing(runs: list[Run]) -> Timing:
     """Raises RecordError where a run is too short to be timed."""
     for run in runs:
-        if not run.measured:
+        if not (run.timed and run.split):
             raise RecordError(
-                f"report: runs must have more than the {WARMUP_UPDATES} warm-up updates to be timed, got {len(run.updates)}"
+                f"report: runs must have {LEAST_UPDATES} updates or more to be timed, the first {WARMUP_UPDATES} being warm-up, "
+                f"got {len(run.updates)}"
             )
-    updates = [update for run in runs for update in run.measured]
-    steps = [update["step_ms"] for update in updates]
+    steps = [update["step_ms"] for run in runs for update in run.timed]
+    phases = [update["phase_ms"] for run in runs for update in run.split]
     # A median, so that one step that another process held up does not count more than the rest.
-    rates = [statistics.median(1e3 * u["tokens"] / u["step_ms"] for u in run.measured) for run in runs]
+    rates = [statistics.median(1e3 * u["tokens"] / u["step_ms"] for u in run.timed) for run in runs]
     quartiles = statistics.quantiles(steps, n=4) if len(steps) > 1 else [steps[0]] * 3
     return Timing(
         tokens_per_s=statistics.median(rates),
         tokens_per_s_runs=rates,
         step_ms=statistics.median(steps),
         step_ms_quartiles=(quartiles[0], quartiles[2]),
-        phase_ms={phase: statistics.median(u["phase_ms"][phase] for u in updates) for phase in PHASES},
+        phase_ms={phase: statistics.median(split[phase] for split in phases) for phase in PHASES},
         peak_rss_mib=max(run.updates[-1]["peak_rss_mib"] for run in runs),
-        peak_gpu_mib=max(update["peak_gpu_mib"] for update in updates),
+        peak_gpu_mib=max(update["peak_gpu_mib"] for run in runs for update in run.updates),
     )
 
 
@@ -144,9 +156,20 @@ class Comparison:
         return self.losses["ls"] / self.losses["stock"] - 1
 
     @property
-    def comparable(self) -> bool:
-        """False for a NaN too."""
+    def alike(self) -> bool:
+        """Whether the two train alike. False for a NaN too."""
         return abs(self.loss_difference) <= LOSS_TOLERANCE
+
+    @property
+    def speed_spread(self) -> tuple[str, float]:
+        """The kind whose runs differ most in tokens/s, and by how much, relative."""
+        rates = {kind: figures.tokens_per_s_runs for kind, figures in self.timing.items()}
+        return max(((kind, max(runs) / min(runs) - 1) for kind, runs in rates.items()), key=lambda item: item[1])
+
+    @property
+    def comparable(self) -> bool:
+        """Whether a speed-up may be claimed: the two train alike, and nothing else kept the machine busy."""
+        return self.alike and self.speed_spread[1] <= SPREAD_TOLERANCE
 
     def repeats(self, kind: str) -> bool:
         """Whether all runs of a kind, which share the seed, had the same losses, bit for bit."""
@@ -167,7 +190,7 @@ def compare(runs: dict[str, list[Run]]) -> Comparison:
 
 
 def comparison_rows(comparison: Comparison) -> list[tuple[str, str, str, str]]:
-    """(name, stock, ls, ratio) as text. The ratio is over 1 where ls is better; a dash where the losses forbid to say so."""
+    """(name, stock, ls, ratio) as text. The ratio is over 1 where ls is better; a dash where the comparison is void."""
     stock, ls = comparison.timing["stock"], comparison.timing["ls"]
 
     def ratio(better: float, worse: float) -> str:
@@ -188,22 +211,13 @@ def comparison_rows(comparison: Comparison) -> list[tuple[str, str, str, str]]:
     return rows
 
 
-def speed_spread(comparison: Comparison) -> tuple[str, float]:
-    """The kind whose runs differ most in tokens/s, and by how much, relative."""
-    spreads = {
-        kind: max(figures.tokens_per_s_runs) / min(figures.tokens_per_s_runs) - 1
-        for kind, figures in comparison.timing.items()
-    }
-    return max(spreads.items(), key=lambda item: item[1])
-
-
 def verdict(comparison: Comparison) -> str:
     """One sentence on whether the two trained alike and undisturbed, and so whether the timings may be compared."""
     difference = f"losses differ by {100 * comparison.loss_difference:+.2f} % (tolerance {100 * LOSS_TOLERANCE:g} %)"
-    if not comparison.comparable:
+    if not comparison.alike:
         return f"{difference}: THE TWO DO NOT TRAIN ALIKE, so no speed-up is claimed"
-    kind, spread = speed_spread(comparison)
-    if spread > SPREAD_TOLERANCE:
+    if not comparison.comparable:
+        kind, spread = comparison.speed_spread
         return f"{difference}, but the {kind} runs differ by {100 * spread:.0f} % in speed: a busy machine; measure again"
     ls, stock = comparison.timing["ls"], comparison.timing["stock"]
     return f"{difference}: ls trains {ls.tokens_per_s / stock.tokens_per_s:.2f}x as fast as stock"
@@ -340,8 +354,8 @@ def _comparison_markdown(comparison: Comparison) -> list[str]:
         lines.append(f"- {kind}: half of the steps took between {low:.1f} and {high:.1f} ms; tokens/s of each run: {runs}")
     lines += [
         "",
-        f"Medians over all updates but the first {WARMUP_UPDATES} of each run; phases are medians by themselves and need not add "
-        "up. Each run is a fresh process with the same seed. Tokens are target tokens. Peak memory is the process's largest "
+        f"Medians over all updates but the first {WARMUP_UPDATES} of each run. Every fourth update is split into phases, and left out "
+        "of tokens/s and ms per step; phases are medians by themselves and need not add up. Each run is a fresh process with the same seed. Tokens are target tokens. Peak memory is the process's largest "
         "resident set. Loss is the mean over the last quarter of the updates.",
         "",
     ]
@@ -412,7 +426,8 @@ def collect(out: Path) -> Quickstart:
     if manifest.exists():
         quickstart.manifest = json.loads(manifest.read_text(encoding="utf-8"))
     records = {kind: sorted((out / "runs").glob(f"{kind}-[0-9]*/record.jsonl")) for kind in KINDS}
-    runs = {kind: [run for run in map(read_run, paths) if run.finished] for kind, paths in records.items()}
+    # A run that Ctrl-C stopped has its end in the record too, short of its updates.
+    runs = {kind: [run for run in map(read_run, paths) if run.complete] for kind, paths in records.items()}
     pairs = min(len(runs[kind]) for kind in KINDS)
     if pairs:
         quickstart.comparison = compare({kind: runs[kind][:pairs] for kind in KINDS})

@@ -10,12 +10,13 @@ import time
 import pytest
 
 from tests.recipes.conftest import QUICKSTART
+from tests.recipes.test_report import update, write_record
 
 UPDATES = 12
 
 
 def test_flags_are_checked_before_anything_runs(run_module, capsys):
-    for flags, words in ((["--updates", "3"], "--updates must be at least 11, got 3"), (["--minutes", "0"], "--minutes must be")):
+    for flags, words in ((["--updates", "3"], "--updates must be at least 12, got 3"), (["--minutes", "0"], "--minutes must be")):
         with pytest.raises(SystemExit) as stopped:
             run_module.parse_args(flags)
         assert stopped.value.code == 2 and words in capsys.readouterr().err
@@ -57,6 +58,33 @@ def small_data(run_module, tmp_path_factory):
     data.prepare(out / "data", lambda _: None)
     patch.undo()
     return out
+
+
+class FakeTraining:
+    """In place of Quickstart.train: writes a whole record at once, and keeps the names in their order."""
+
+    def __init__(self, out):
+        self.out, self.names = out, []
+
+    def __call__(self, kind, name, options, show, target=None, deadline=None):
+        self.names.append(name)
+        write_record(self.out / "runs" / name / "record.jsonl", kind, [update(n) for n in range(1, target + 1)])
+
+
+def test_the_order_alternates_by_round(run_module, tmp_path, monkeypatch):
+    args = run_module.parse_args(["--out", str(tmp_path), "--device", "cpu", "--updates", "12", "--rounds", "3"])
+    quickstart = run_module.Quickstart(args, run_module.Display())
+    quickstart.train = FakeTraining(tmp_path)
+    quickstart.compare()
+    assert quickstart.train.names == ["stock-1", "ls-1", "ls-2", "stock-2", "stock-3", "ls-3"]
+
+
+def test_the_budget_is_what_b_trains(run_module, tmp_path):
+    args = run_module.parse_args(["--out", str(tmp_path), "--device", "cpu", "--minutes", "7"])
+    quickstart, deadlines = run_module.Quickstart(args, run_module.Display()), []
+    quickstart.train = lambda *_, deadline: deadlines.append(deadline)
+    quickstart.train_on()
+    assert deadlines == [pytest.approx(time.time() + 7 * 60, abs=5)]
 
 
 def quickstart(run_module, out, *flags):
@@ -119,3 +147,29 @@ def test_an_interrupt_saves_and_the_next_run_goes_on_as_if_it_had_not_been(run_m
     _, process = start("cut", 10)
     assert process.wait(300) == 0
     assert run_module.report.read_run(cut).losses == run_module.report.read_run(whole).losses
+
+
+def test_ctrl_c_in_the_comparison(run_module, small_data, tmp_path):
+    """The whole command, interrupted in its ls run: status 130, a report, and how to go on."""
+    flags = ["--out", str(tmp_path), "--device", "cpu", "--threads", "1", "--updates", "300", "--rounds", "1", "--continue"]
+    # It goes on from a finished stock run, made up to save its time.
+    settings = run_module.Quickstart(run_module.parse_args(flags), run_module.Display()).settings()
+    (tmp_path / "settings.json").write_text(json.dumps(settings))
+    (tmp_path / "data").symlink_to(small_data / "data")
+    write_record(tmp_path / "runs" / "stock-1" / "record.jsonl", "stock", [update(n) for n in range(1, 301)])
+
+    command = [sys.executable, str(QUICKSTART / "run.py"), *flags]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    record, deadline = tmp_path / "runs" / "ls-1" / "record.jsonl", time.monotonic() + 200
+    try:
+        while not (record.exists() and '"update": 2,' in record.read_text()):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        screen, _ = process.communicate(timeout=100)
+    finally:
+        process.kill()
+    assert process.returncode == 130, screen
+    assert "interrupted in: (a)" in screen and "run.sh --continue" in screen
+    assert "Interrupted in: (a)" in (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert run_module.report.read_run(record).interrupted

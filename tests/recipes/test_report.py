@@ -12,7 +12,7 @@ def update(number, speed=1.0, loss=None):
         "update": number,
         "time_s": number * 0.152 / speed,
         "step_ms": 152.0 / speed,
-        "phase_ms": {name: value / speed for name, value in PHASES.items()},
+        "phase_ms": {name: value / speed for name, value in PHASES.items()} if number % 4 == 0 else None,
         "tokens": 900,
         "loss": 14 - 0.1 * number if loss is None else loss,
         "nll_loss": 13.0,
@@ -21,10 +21,10 @@ def update(number, speed=1.0, loss=None):
     }
 
 
-def write_record(path, kind, updates, end=True):
+def write_record(path, kind, updates, end=True, interrupted=False):
     path.parent.mkdir(parents=True, exist_ok=True)
     entries = [{"start": kind, "startup_s": 5.0, "threads": 2, "device": "CPU"}, *updates]
-    entries += [{"end": kind, "interrupted": False}] if end else []
+    entries += [{"end": kind, "interrupted": interrupted}] if end else []
     with path.open("a") as record:
         record.write("".join(json.dumps(entry) + "\n" for entry in entries))
 
@@ -66,8 +66,11 @@ def test_no_speed_up_is_claimed_on_a_busy_machine(report, out):
     record = out / "runs" / "ls-2" / "record.jsonl"
     record.unlink()
     write_record(record, "ls", [update(n, 1.5) for n in range(1, 41)])
-    verdict = report.verdict(report.collect(out).comparison)
+    comparison = report.collect(out).comparison
+    verdict = report.verdict(comparison)
     assert "the ls runs differ by 33 % in speed" in verdict and "as fast" not in verdict
+    assert comparison.alike and not comparison.comparable
+    assert all("x" not in row[3] for row in report.comparison_rows(comparison))
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])
@@ -95,9 +98,17 @@ def test_warm_up_is_left_out(report, out):
     assert report.timing([run]).step_ms == 152.0
 
 
+def test_speed_is_taken_from_updates_without_a_stop_watch_inside(report, out):
+    run = report.read_run(out / "runs" / "stock-1" / "record.jsonl")
+    for split in run.split:
+        split["step_ms"] = 9999.0
+    figures = report.timing([run])
+    assert figures.step_ms == 152.0 and round(figures.tokens_per_s) == 5921 and figures.phase_ms["clip"] == 10.0
+
+
 def test_a_run_without_timed_updates_is_refused(report, tmp_path):
-    write_record(tmp_path / "record.jsonl", "ls", [update(n) for n in range(1, 11)])
-    with pytest.raises(report.RecordError, match="more than the 10 warm-up updates to be timed, got 10"):
+    write_record(tmp_path / "record.jsonl", "ls", [update(n) for n in range(1, 12)])
+    with pytest.raises(report.RecordError, match="12 updates or more to be timed, .* got 11"):
         report.timing([report.read_run(tmp_path / "record.jsonl")])
 
 
@@ -162,6 +173,15 @@ def test_an_interrupted_quickstart_reports_what_it_has(report, out):
     report.write(told)
     assert told.comparison is None
     assert "run.sh --continue" in report.summary(told)
+
+
+def test_a_run_that_was_stopped_gracefully_is_not_compared(report, out):
+    """timed_train.py writes its end after Ctrl-C too."""
+    record = out / "runs" / "ls-2" / "record.jsonl"
+    record.unlink()
+    write_record(record, "ls", [update(n, 2.0) for n in range(1, 20)], interrupted=True)
+    told = report.collect(out)
+    assert [len(told.comparison.runs[kind]) for kind in report.KINDS] == [1, 1]
 
 
 def test_hypotheses_come_back_in_the_splits_order(run_module):
