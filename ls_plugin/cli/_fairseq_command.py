@@ -17,9 +17,10 @@ from pathlib import Path
 from fairseq import models
 from torch.multiprocessing import ProcessExitedException
 
+import ls_plugin
 from ls_plugin.errors import DataError, LightSeqError, UnsupportedError
 
-PLUGIN_DIR = Path(__file__).resolve().parents[1]
+PLUGIN_DIR = Path(ls_plugin.__path__[0])  # the very spelling that fairseq compares --user-dir with
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
 
@@ -39,7 +40,7 @@ def run(command: str, cli_main: Callable[[], None], defaults: dict[str, str] | N
     try:
         # With another --user-dir both are imported: fairseq imports that one, and the worker function, which belongs to the plugin, brings
         # the plugin along wherever it is unpickled.
-        if not _values(arguments, "--user-dir"):
+        if all(map(_is_plugin, _values(arguments, "--user-dir"))):
             _check_arch(arguments)
             arguments = [*arguments, "--user-dir", str(PLUGIN_DIR)]
         sys.argv = [command, *arguments]
@@ -82,6 +83,16 @@ def _values(arguments: list[str], *flags: str) -> list[str]:
         if name in flags:
             values.append(attached if equals else following)
     return values
+
+
+def _is_plugin(user_dir: str) -> bool:
+    """Whether ``--user-dir`` names this plugin: by any path, or as ``ls_plugin``, which fairseq also looks for beside itself.
+
+    fairseq would compare paths letter by letter and refuse the plugin that is already imported under another spelling.
+    """
+    if os.path.exists(user_dir):
+        return os.path.samefile(user_dir, PLUGIN_DIR)
+    return user_dir == PLUGIN_DIR.name
 
 
 def _check_arch(arguments: list[str]) -> None:
