@@ -194,6 +194,7 @@ def _load_moments(state: dict, saved: dict, step: int) -> None:
                 "resume with --reset-optimizer"
             )
         state[name].copy_(saved[name])
+        state[name].mul_(saved.get(f"{name}_scale", 1.0))  # of --fp16-adam-stats
 
 
 # The class name is stock's on purpose: resuming compares it with the one that the checkpoint stores, and training may move between
@@ -214,7 +215,7 @@ class FairseqAdam(stock.FairseqAdam):
         for name, why in (
             ("use_old_adam", "there is only one Adam here"),
             ("fp16_adam_stats", "moments are kept in fp32"),
-            ("tpu", "there are no TPU kernels"),
+            ("tpu", "there are no TPU kernels (--bf16 implies it where torch_xla is installed)"),
         ):
             if getattr(cfg, name, False):
                 raise UnsupportedError(

@@ -424,6 +424,23 @@ def test_state_of_apex_counts_steps_per_group():
     assert pair[1].optimizer.state[pair[0][0]]["step"] == 4
 
 
+def test_state_of_fp16_adam_stats_is_scaled_back():
+    """apex's FusedAdam, with stock's --fp16-adam-stats, keeps each moment as fp16 with a scale."""
+    pair, other = twins()[1], twins()[1]
+    run_steps(other, range(2))
+    saved = copy.deepcopy(other[1].state_dict())
+    expected = copy.deepcopy(saved["state"])
+    for state in saved["state"].values():
+        for name in ("exp_avg", "exp_avg_sq"):
+            scale = 1e-8 + state[name].abs().max() / torch.finfo(torch.float16).max
+            state[f"{name}_scale"], state[name] = scale, (state[name] / scale).half()
+    pair[1].load_state_dict(saved)
+    for p, state in zip(pair[0], expected.values(), strict=True):
+        for name in ("exp_avg", "exp_avg_sq"):
+            peak = state[name].abs().max().item()
+            torch.testing.assert_close(pair[1].optimizer.state[p][name], state[name], rtol=1e-3, atol=1e-3 * peak)
+
+
 @pytest.mark.parametrize(
     "change, message", [("group", "parameters per group"), ("shape", "shape"), ("amsgrad", "amsgrad")]
 )
