@@ -108,6 +108,25 @@ def test_a_resumed_run_continues_the_uninterrupted_one(commands, losses, trainin
         assert torch.equal(states[1]["extra_state"]["ema"][name], states[0]["extra_state"]["ema"][name])
 
 
+def test_accumulated_half_batches_equal_one_batch(commands, losses, training_flags, tmp_path):
+    """The twenty sentences of the test split are one epoch and one update, as two batches of ten and as one of twenty."""
+    flags = [
+        *training_flags["ours"],
+        *shlex.split("--train-subset test --required-batch-size-multiple 1 --max-update 6"),
+    ]
+    halves = ["--batch-size", "10", "--update-freq", "2"]
+    runs = [
+        commands.start("ls_plugin.cli.train", commands.data, *flags, *batches, "--save-dir", tmp_path / batches[1])
+        for batches in (halves, ["--batch-size", "20"])
+    ]
+    accumulated, whole = (losses(commands.finish(run)) for run in runs)
+    assert len(whole) == 6
+    assert_parity(accumulated, whole)
+    models = [torch.load(tmp_path / name / "checkpoint_last.pt")["model"] for name in ("10", "20")]
+    for name, p in models[1].items():
+        torch.testing.assert_close(models[0][name], p, rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.slow
 def test_two_ranks_train_and_resume(commands, losses, training_flags, tmp_path):
     """Two processes with gloo; masks differ between ranks, parameters do not."""
