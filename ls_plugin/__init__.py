@@ -11,8 +11,9 @@ __version__ = _versions.VERSION
 _versions.check()
 _library.warn_if_not_loaded()
 
-from ls_plugin import checkpoint, criterions, models, ops, optim  # noqa: E402  (fairseq's import needs the checks first)
+from ls_plugin import checkpoint, compat, criterions, models, ops, optim  # noqa: E402  (fairseq's import needs the checks first)
 
 checkpoint.install()
+compat.install()
 
-__all__ = ["checkpoint", "criterions", "models", "ops", "optim"]
+__all__ = ["checkpoint", "compat", "criterions", "models", "ops", "optim"]

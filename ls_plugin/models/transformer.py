@@ -76,7 +76,6 @@ class LightSeqTransformerModel(TransformerModel):
     def build_model(cls, args, task):
         refuse_unsupported(args, stock_name(getattr(args, "arch", None) or "ls_transformer"))
         base_architecture(args)  # older checkpoints lack some arguments
-        _complete_layers_to_keep(args)
         return super().build_model(args, task)
 
     @classmethod
@@ -92,19 +91,6 @@ class LightSeqTransformerModel(TransformerModel):
     def build_decoder(cls, args, tgt_dict, embed_tokens):
         cfg = TransformerConfig.from_namespace(args)
         return LightSeqTransformerDecoder(cfg, tgt_dict, embed_tokens, no_encoder_attn=cfg.no_cross_attention)
-
-
-def _complete_layers_to_keep(args) -> None:
-    """Makes ``--encoder-layers-to-keep`` and ``--decoder-layers-to-keep`` what fairseq's model and its pruning of checkpoints expect.
-
-    fairseq's parser makes lists of them where strings are expected; and its pruning drops all layers of the side that is not given.
-    """
-    kept = {side: getattr(args, f"{side}_layers_to_keep") for side in ("encoder", "decoder")}
-    if any(kept.values()):
-        for side, layers in kept.items():
-            if not layers:
-                layers = range(getattr(args, f"{side}_layers"))
-            setattr(args, f"{side}_layers_to_keep", layers if isinstance(layers, str) else ",".join(map(str, layers)))
 
 
 def _register_architectures() -> None:

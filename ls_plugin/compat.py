@@ -1,0 +1,119 @@
+"""What fairseq 0.12 still expects of old releases of Python's world, given to it where it is gone; nothing installed is edited.
+
+:func:`install` rebinds names in fairseq's modules, each only under the condition that needs it:
+
+- ``--bf16``, ``--memory-efficient-bf16``: fairseq takes them for a TPU run, which they are not without torch_xla.
+- ``--num-batch-buckets``, ``--sample-break-mode eos`` and others: names that numpy has removed.
+- ``--encoder-layers-to-keep``, ``--decoder-layers-to-keep``: fairseq's parser makes lists where its models expect strings, and
+  loading would prune the checkpoint of a pruned model once more.
+"""
+
+import contextlib
+import functools
+import importlib.util
+import inspect
+import re
+import types
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+
+import numpy as np
+from fairseq import checkpoint_utils, options
+from fairseq.data import data_utils, language_pair_dataset, token_block_dataset
+from fairseq.modules import dynamic_crf_layer
+from omegaconf import DictConfig, open_dict
+
+from ls_plugin.errors import UnsupportedError
+
+# fairseq's modules that use a name which some numpy has removed
+_MODULES_WITH_OLD_NUMPY = (data_utils, language_pair_dataset, token_block_dataset, dynamic_crf_layer)
+_SIDES = ("encoder", "decoder")
+
+
+def install() -> None:
+    """Makes fairseq run on this Python, numpy and torch.  Calling it again changes nothing."""
+    _wrap(options, "parse_args_and_arch", _parse_args_and_arch)
+    _wrap(checkpoint_utils, "prune_state_dict", _prune_state_dict)
+    removed = _removed_from_numpy()
+    if removed:
+        for module in _MODULES_WITH_OLD_NUMPY:
+            module.np = OldNumpy(removed)
+
+
+def _wrap(module: types.ModuleType, name: str, wrapper: Callable) -> None:
+    """Rebinds ``module.name`` to ``wrapper``, which gets the stock function as its first argument."""
+    stock = getattr(module, name)
+    if not (isinstance(stock, functools.partial) and stock.func is wrapper):
+        setattr(module, name, functools.wraps(stock)(functools.partial(wrapper, stock)))
+
+
+# --- command line
+
+
+def _parse_args_and_arch(stock, parser: ArgumentParser, input_args=None, parse_known: bool = False, **kwargs):
+    parsed = stock(parser, input_args, parse_known, **kwargs)
+    args = parsed[0] if parse_known else parsed
+    if getattr(args, "tpu", False) and importlib.util.find_spec("torch_xla") is None:
+        if getattr(parser.parse_known_args(input_args)[0], "tpu", False):  # what the user said
+            raise UnsupportedError("--tpu: must have torch_xla, which is not installed; install it, or drop the flag")
+        args.tpu = False
+    for side in _SIDES:
+        layers = getattr(args, f"{side}_layers_to_keep", None)
+        if isinstance(layers, list):
+            setattr(args, f"{side}_layers_to_keep", ",".join(map(str, layers)))
+    return parsed
+
+
+# --- layers to keep
+
+
+def _prune_state_dict(stock, state_dict: dict, model_cfg: Namespace | DictConfig | None) -> dict:
+    """Prunes each side of a model (encoder, decoder) unless nothing is to be pruned there.
+
+    A side that holds as many layers as are kept was pruned and renumbered before it was saved. A side for which no layers are named
+    keeps all of them; fairseq would drop them when the other side has some named.
+    """
+    kept = {side: getattr(model_cfg, f"{side}_layers_to_keep", None) for side in _SIDES}
+    if any(kept.values()):
+        with open_dict(model_cfg) if isinstance(model_cfg, DictConfig) else contextlib.nullcontext():
+            for side, layers in kept.items():
+                n_layers = _n_layers(state_dict, side)
+                if n_layers and (not layers or len(layers.split(",")) == n_layers):
+                    setattr(model_cfg, f"{side}_layers_to_keep", ",".join(map(str, range(n_layers))))
+    return stock(state_dict, model_cfg)
+
+
+def _n_layers(state_dict: dict, side: str) -> int:
+    numbers = (re.match(rf"{side}.*\.layers\.(\d+)\.", name) for name in state_dict)
+    return len({match[1] for match in numbers if match})
+
+
+# --- numpy
+
+
+class OldNumpy(types.ModuleType):
+    """numpy, and the given names in it: what a module of fairseq sees as ``np``."""
+
+    def __init__(self, removed: dict):
+        super().__init__("numpy", np.__doc__)
+        vars(self).update(removed)
+
+    def __getattr__(self, name: str):
+        return getattr(np, name)
+
+
+def _removed_from_numpy() -> dict:
+    """What fairseq uses and this numpy no longer has, by name."""
+    removed: dict = {}
+    if not hasattr(getattr(np, "compat", None), "long"):  # until 1.26
+        removed["compat"] = types.SimpleNamespace(long=int)
+    if tuple(map(int, np.__version__.split(".")[:2])) >= (1, 24):
+        removed["float"] = float
+    if "interpolation" not in inspect.signature(np.percentile).parameters:  # until 2.3
+        removed["percentile"] = _percentile
+    return removed
+
+
+@functools.wraps(np.percentile)
+def _percentile(*args, interpolation: str | None = None, **kwargs):
+    return np.percentile(*args, **kwargs, **({"method": interpolation} if interpolation else {}))
