@@ -38,9 +38,7 @@ class TransformerEncoderLayer(TransformerEncoderLayerBase):
         residual = x
         if self.normalize_before:
             x = self.self_attn_layer_norm(x)
-        x, _ = self.self_attn(
-            query=x, key=x, value=x, key_padding_mask=encoder_padding_mask, need_weights=False, attn_mask=attn_mask
-        )
+        x, _ = _attend(self.self_attn, x, x, encoder_padding_mask, need_weights=False, attn_mask=attn_mask)
         x = self.dropout_module.add_to(residual, x)
         if not self.normalize_before:
             x = self.self_attn_layer_norm(x)
@@ -93,11 +91,11 @@ class TransformerDecoderLayer(TransformerDecoderLayerBase):
         key, key_padding_mask, self_attn_mask = self._self_attention_inputs(
             x, encoder_out, encoder_padding_mask, incremental_state, self_attn_mask, self_attn_padding_mask
         )
-        x, attn = self.self_attn(
-            query=x,
-            key=key,
-            value=key,
-            key_padding_mask=key_padding_mask,
+        x, attn = _attend(
+            self.self_attn,
+            x,
+            key,
+            key_padding_mask,
             incremental_state=incremental_state,
             need_weights=False,
             attn_mask=self_attn_mask,
@@ -111,11 +109,11 @@ class TransformerDecoderLayer(TransformerDecoderLayerBase):
             if self.normalize_before:
                 x = self.encoder_attn_layer_norm(x)
             _restore_attention_state(self.encoder_attn, incremental_state, prev_attn_state)
-            x, attn = self.encoder_attn(
-                query=x,
-                key=encoder_out,
-                value=encoder_out,
-                key_padding_mask=encoder_padding_mask,
+            x, attn = _attend(
+                self.encoder_attn,
+                x,
+                encoder_out,
+                encoder_padding_mask,
                 incremental_state=incremental_state,
                 static_kv=True,
                 need_weights=need_attn or (not self.training and self.need_attn),
@@ -150,6 +148,31 @@ class TransformerDecoderLayer(TransformerDecoderLayerBase):
                 encoder_padding_mask = padding_mask.new_zeros(batch_size, n_source)
             padding_mask = torch.cat((encoder_padding_mask, padding_mask), dim=1)
         return torch.cat((encoder_out, x), dim=0), padding_mask, attn_mask
+
+
+def _attend(attention, query: Tensor, key: Tensor, key_padding_mask: Tensor | None, **options):
+    """Attention whose output, and gradient, is zero in sentences that are padding throughout.
+
+    A softmax over nothing is NaN, which would reach every weight in the update. So the keys of such a sentence are unmasked, and what
+    they give is discarded.
+
+    query: (T, B, C), or (T, B * beam, C) while decoding.  key: (S, B, C).  key_padding_mask: (B, S), true at padding.
+    options: the other arguments of fairseq's attention.  Returns what that returns: (T, B, C), and the weights or None.
+    """
+    if key_padding_mask is None or _extends_a_cache(options):
+        return attention(query, key, key, key_padding_mask, **options)
+    is_empty = key_padding_mask.all(dim=1)
+    # On the CPU it costs nothing to ask; a GPU would have to be waited for.
+    if is_empty.device.type == "cpu" and not is_empty.any():
+        return attention(query, key, key, key_padding_mask, **options)
+    x, attn = attention(query, key, key, key_padding_mask & ~is_empty[:, None], **options)
+    is_empty = is_empty.repeat_interleave(x.size(1) // is_empty.size(0))
+    return x.masked_fill(is_empty[:, None], 0.0), attn
+
+
+def _extends_a_cache(options: dict) -> bool:
+    """Whether the keys given are not all that is attended to, so that their mask alone does not tell an empty sentence."""
+    return options.get("incremental_state") is not None and not options.get("static_kv", False)
 
 
 def _feed_forward_without_bias(layer, x: Tensor) -> Tensor:

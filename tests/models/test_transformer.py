@@ -211,11 +211,46 @@ def test_retain_dropout_knows_stock_names(build_twins, kept, expected):
     assert active == (set(places) if expected == {"all"} else expected)
 
 
-def test_fully_padded_sentence_gives_no_nan(build_twins, batch):
+@pytest.mark.parametrize("options", [{}, PRE_NORM, {"cross_self_attention": True}])
+def test_fully_padded_sentence_adds_nothing(build_twins, batch, options):
+    """As without it, in the outputs of the others and in all gradients."""
+    _, ours = build_twins(**options)
+    batch["src_tokens"][0] = batch["prev_output_tokens"][0] = 1
+    others = {name: tensor[1:] for name, tensor in batch.items()}
+    results = []
+    for inputs in (batch, others):
+        ours.zero_grad()
+        output = ours.train()(**inputs)[0]
+        assert torch.isfinite(output).all()
+        output[-2:].square().sum().backward()
+        results.append((output[-2:], [p.grad for p in ours.parameters()]))
+    assert_close(results[0][0], results[1][0], OUTPUT_TOLERANCE)
+    for grad, expected in zip(results[0][1], results[1][1], strict=True):
+        assert_close(grad, expected, GRAD_TOLERANCE)
+
+
+def test_fully_padded_source_gets_nothing_from_the_encoder(build_twins, batch):
+    """Its target is then trained as by a language model, and the encoder gets no gradient."""
     _, ours = build_twins()
     batch["src_tokens"][0] = 1
-    output = ours.eval()(**batch)[0]
-    assert torch.isfinite(output[1:]).all()
+    output = ours.train()(**batch)[0]
+    assert torch.isfinite(output).all()
+    output[0].square().sum().backward()
+    assert all(p.grad is None or not p.grad.any() for p in ours.encoder.parameters())
+    assert all(torch.isfinite(p.grad).all() for p in ours.decoder.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("beam", [1, 4])
+def test_fully_padded_source_leaves_the_other_translations_as_they_are(build_twins, batch, beam):
+    _, ours = build_twins()
+    batch["src_tokens"][0] = 1
+    generator = SequenceGenerator([ours.eval()], ours.decoder.dictionary, beam_size=beam, max_len_b=12)
+    results = []
+    for first in (0, 1):
+        sample = {"net_input": {key: batch[key][first:] for key in ("src_tokens", "src_lengths")}}
+        results.append([[h["tokens"].tolist() for h in beams] for beams in generator.generate([ours], sample)])
+    assert results[0][1:] == results[1]
+    assert results[0][0]
 
 
 @pytest.mark.parametrize("name", ["src_tokens", "prev_output_tokens"])
