@@ -25,6 +25,7 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 try:
     from setuptools.command.bdist_wheel import bdist_wheel
@@ -154,12 +155,22 @@ def build_is_wanted() -> bool:
     return False
 
 
+def remove_unwanted_library() -> None:
+    """With nothing to build, one that an earlier build left in this clone would be packed, or loaded, all the same."""
+    if not building:
+        (ROOT / "ls_plugin" / LIBRARY).unlink(missing_ok=True)
+
+
 def ninja_escape(path: Path | str) -> str:
     return str(path).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
 
 
 class BuildKernels(build_ext):
     """Writes build.ninja and runs it: incremental, parallel, with header dependencies."""
+
+    def run(self) -> None:
+        remove_unwanted_library()
+        super().run()
 
     def get_ext_filename(self, fullname: str) -> str:
         return str(Path(*fullname.split(".")[:-1], LIBRARY))
@@ -255,6 +266,14 @@ class BuildKernels(build_ext):
         return "\n".join(lines) + "\n"
 
 
+class BuildPython(build_py):
+    """Packs the Python sources, without an older library where none is wanted."""
+
+    def run(self) -> None:
+        remove_unwanted_library()
+        super().run()
+
+
 class PlatformWheel(bdist_wheel):
     """A wheel for this platform and any Python 3: the library holds no Python."""
 
@@ -264,12 +283,9 @@ class PlatformWheel(bdist_wheel):
 
 
 building = build_is_wanted()
-if not building:
-    # One that an earlier build left in this clone would be packed, or loaded, although none is wanted.
-    (ROOT / "ls_plugin" / LIBRARY).unlink(missing_ok=True)
 setup(
     ext_modules=[Extension("ls_plugin.libls_kernels", sources=[])] if building else [],
-    cmdclass={"build_ext": BuildKernels, "bdist_wheel": PlatformWheel},
+    cmdclass={"build_ext": BuildKernels, "build_py": BuildPython, "bdist_wheel": PlatformWheel},
     # Only where no torch is installed yet is one fetched for the build; it is then the one that pip installs anyway.
     setup_requires=["torch>=2.10"] if building and find_torch() is None else [],
 )
