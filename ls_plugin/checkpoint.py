@@ -14,6 +14,7 @@ import argparse
 import codecs
 import collections
 import contextlib
+import copy
 import errno
 import functools
 import logging
@@ -33,7 +34,7 @@ from fairseq.file_io import PathManager
 from fairseq.logging import meters
 from omegaconf import OmegaConf, open_dict
 
-from ls_plugin.errors import CheckpointError
+from ls_plugin.errors import CheckpointError, UsageError
 from ls_plugin.models.transformer import PREFIX, stock_name
 
 logger = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ _LOADING_ERRORS = (
     TypeError,
     UnicodeDecodeError,
 )
+_DEFAULT_RESTORE_FILE = "checkpoint_last.pt"  # looked for in --save-dir, and allowed to be missing
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -106,20 +108,49 @@ def _safe_globals() -> list:
 
 
 def _load_checkpoint(stock, cfg, trainer, **kwargs):
-    """Resuming: refuses what fairseq would pass over with "No existing checkpoint found", and starts from scratch only without a file."""
-    suffix = trainer.checkpoint_suffix or ""
-    resumes_by_default = cfg.restore_file == "checkpoint_last.pt"
-    if resumes_by_default:
-        path = os.path.join(cfg.save_dir, f"checkpoint_last{suffix}.pt")
-        if trainer.data_parallel_rank == 0:
-            _remove_unfinished(cfg.save_dir)
-    else:
-        path = cfg.restore_file.replace(".pt", f"{suffix}.pt")
-    if os.path.lexists(path) or not (resumes_by_default or PathManager.path_requires_pathmanager(path)):
-        _check_readable(
-            path, "to start from scratch, " + ("move it away" if resumes_by_default else "drop --restore-file")
-        )
+    """Resuming: refuses what fairseq would pass over with "No existing checkpoint found", and starts from scratch only without a file.
+
+    Raises:
+        UsageError: flags that contradict each other.
+        CheckpointError: the file that the flags, or the save folder, name is not there or cannot be read.
+    """
+    _check_flags(cfg)
+    if cfg.restore_file == _DEFAULT_RESTORE_FILE and trainer.data_parallel_rank == 0:
+        _remove_unfinished(cfg.save_dir)
+    path, otherwise = _file_to_resume(cfg, trainer.checkpoint_suffix or "")
+    if path is not None and not PathManager.path_requires_pathmanager(path):
+        _check_readable(path, f"to start from scratch, {otherwise}")
     return stock(cfg, trainer, **kwargs)
+
+
+def _check_flags(cfg) -> None:
+    """Raises UsageError where fairseq raises ValueError: the contradictions of --finetune-from-model."""
+    if cfg.finetune_from_model is None:
+        return
+    resets = ("reset_optimizer", "reset_lr_scheduler", "reset_meters", "reset_dataloader")
+    others = [f"--{name.replace('_', '-')}" for name in resets if getattr(cfg, name, False)]
+    if others:
+        raise UsageError(
+            f"--finetune-from-model: cannot be set together with {', '.join(others)}; drop these, since it resets all four by itself"
+        )
+    if cfg.restore_file != _DEFAULT_RESTORE_FILE:
+        raise UsageError(
+            f"--finetune-from-model: cannot be set together with --restore-file {cfg.restore_file}; drop one of them"
+        )
+
+
+def _file_to_resume(cfg, suffix: str) -> tuple[str | None, str]:
+    """The file that fairseq will start from and how to do without it; (None, "") if the run starts from scratch."""
+    if cfg.restore_file != _DEFAULT_RESTORE_FILE:
+        return cfg.restore_file.replace(".pt", f"{suffix}.pt"), "drop --restore-file"
+    last = os.path.join(cfg.save_dir, f"checkpoint_last{suffix}.pt")
+    if os.path.lexists(last) or PathManager.exists(last):
+        return last, "move it away"
+    for name in ("continue_once", "finetune_from_model"):  # fairseq's order
+        path = getattr(cfg, name, None)
+        if path is not None:
+            return path, f"drop --{name.replace('_', '-')}"
+    return None, ""
 
 
 def _load_checkpoint_to_cpu(stock, path, arg_overrides=None, load_on_all_ranks=False):
@@ -259,8 +290,10 @@ def _atomic_write(path: str, needed_bytes):
     except BaseException as error:  # an interrupt too
         with contextlib.suppress(OSError):
             os.unlink(temporary)
-        failure = _os_error_behind(error)
-        if failure is None:
+        failure = _failure_behind(error)
+        if isinstance(failure, KeyboardInterrupt) and failure is not error:
+            raise KeyboardInterrupt from error
+        if not isinstance(failure, OSError):
             raise
         reason = failure.strerror or str(failure)
         if failure.errno in _DISK_FULL:
@@ -272,13 +305,11 @@ def _atomic_write(path: str, needed_bytes):
         ) from error
 
 
-def _os_error_behind(error: BaseException | None) -> OSError | None:
-    """The operating system's error that ``error`` is or came from; torch's writer puts one of its own on top."""
-    while error is not None and isinstance(error, Exception):
-        if isinstance(error, OSError):
-            return error
+def _failure_behind(error: BaseException | None) -> OSError | KeyboardInterrupt | None:
+    """The system's error or the interrupt that ``error`` is or came from; torch's writer puts a RuntimeError of its own on top of both."""
+    while error is not None and not isinstance(error, OSError | KeyboardInterrupt):
         error = error.__cause__ or error.__context__
-    return None
+    return error
 
 
 def _sync_directory(path: str) -> None:
@@ -295,7 +326,10 @@ def _map_tensors(f, obj):
     if torch.is_tensor(obj):
         return f(obj)
     if isinstance(obj, dict):
-        return type(obj)((key, _map_tensors(f, value)) for key, value in obj.items())
+        mapped = copy.copy(obj)  # a Counter stays one, a defaultdict keeps its factory
+        for key, value in obj.items():
+            mapped[key] = _map_tensors(f, value)
+        return mapped
     if type(obj) in (list, tuple):
         return type(obj)(_map_tensors(f, value) for value in obj)
     return obj

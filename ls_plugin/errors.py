@@ -5,7 +5,11 @@ class LightSeqError(Exception):
     """Base of the plugin's own errors. Messages read ``where: what, expected, received, remedy``."""
 
 
-class UnsupportedError(LightSeqError, ValueError):
+class UsageError(LightSeqError, ValueError):
+    """A command line that lacks a flag, or whose flags contradict each other."""
+
+
+class UnsupportedError(UsageError):
     """A flag or model that the plugin does not honour; refused by name, never ignored."""
 
 

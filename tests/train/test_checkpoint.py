@@ -1,5 +1,6 @@
 """Checkpoints: what loads, what is refused and how, and what a killed, interrupted or failed save leaves behind."""
 
+import collections
 import io
 import os
 import resource
@@ -17,7 +18,7 @@ from fairseq.logging import meters
 from omegaconf import OmegaConf
 
 from ls_plugin import checkpoint
-from ls_plugin.errors import CheckpointError
+from ls_plugin.errors import CheckpointError, UsageError
 
 
 def make_state(value=1.0, n_elem=5000):
@@ -144,8 +145,11 @@ def fake_trainer():
     return SimpleNamespace(checkpoint_suffix="", data_parallel_rank=0)
 
 
-def checkpoint_config(save_dir, restore_file="checkpoint_last.pt"):
-    return SimpleNamespace(save_dir=str(save_dir), restore_file=str(restore_file))
+def checkpoint_config(save_dir, restore_file="checkpoint_last.pt", finetune_from_model=None, **flags):
+    """What is read before fairseq's own function takes over."""
+    return SimpleNamespace(
+        save_dir=str(save_dir), restore_file=str(restore_file), finetune_from_model=finetune_from_model, **flags
+    )
 
 
 @pytest.mark.parametrize("write", [BAD_FILES[name][0] for name in ("empty", "directory", "dangling link")])
@@ -158,6 +162,30 @@ def test_resuming_never_starts_from_scratch_beside_an_unreadable_checkpoint(tmp_
 def test_a_missing_restore_file_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="drop --restore-file"):
         checkpoint_utils.load_checkpoint(checkpoint_config(tmp_path, tmp_path / "other.pt"), fake_trainer())
+
+
+@pytest.mark.parametrize("flag", ["continue_once", "finetune_from_model"])
+def test_a_missing_file_to_start_from_is_refused_unless_there_is_one_to_resume(tmp_path, flag):
+    cfg = checkpoint_config(tmp_path, **{flag: str(tmp_path / "no.pt")})
+    remedy = f"drop --{flag.replace('_', '-')}"
+    with pytest.raises(CheckpointError, match=rf"no\.pt: must be a file, but does not exist.*{remedy}"):
+        checkpoint_utils.load_checkpoint(cfg, fake_trainer())
+    save(tmp_path / "checkpoint_last.pt")
+    with pytest.raises(AttributeError):  # the fake configuration ends it, after the check
+        checkpoint_utils.load_checkpoint(cfg, fake_trainer())
+
+
+def test_flags_that_contradict_finetuning_are_refused(tmp_path):
+    finetune = {"finetune_from_model": str(save(tmp_path / "c.pt"))}
+    for options, message in (
+        (
+            {"reset_meters": True, "reset_dataloader": True},
+            r"set together with --reset-meters, --reset-dataloader; drop",
+        ),
+        ({"restore_file": "other.pt"}, r"set together with --restore-file other\.pt; drop"),
+    ):
+        with pytest.raises(UsageError, match=rf"--finetune-from-model: cannot be {message}"):
+            checkpoint_utils.load_checkpoint(checkpoint_config(tmp_path, **finetune, **options), fake_trainer())
 
 
 def test_ema_seed_from_a_bad_file(tmp_path):
@@ -205,6 +233,19 @@ def test_views_of_a_buffer_are_stored_without_it_and_ties_are_kept(tmp_path):
     assert torch.equal(weights["b"], buffer[10:12])
 
 
+def test_mappings_keep_their_kind(tmp_path):
+    """Whatever a task or an lr scheduler keeps in its state."""
+    factory = collections.defaultdict(list, seen=[torch.ones(2)])
+    ordered = collections.OrderedDict(b=1, a=torch.zeros(1))
+    state = make_state() | {"task_state": {"counter": collections.Counter(a=1), "factory": factory, "ordered": ordered}}
+    loaded = torch.load(save(tmp_path / "c.pt", state), weights_only=False)["task_state"]
+    assert loaded["counter"] == collections.Counter(a=1)
+    assert loaded["factory"].default_factory is list
+    assert torch.equal(loaded["factory"]["seen"][0], torch.ones(2))
+    assert type(loaded["ordered"]) is collections.OrderedDict
+    assert list(loaded["ordered"]) == ["b", "a"]
+
+
 def test_copies_are_atomic_and_whole(tmp_path):
     path = save(tmp_path / "a.pt")
     assert checkpoint_utils.PathManager.copy(str(path), str(tmp_path / "b.pt"), overwrite=True)
@@ -241,26 +282,37 @@ def fork(act) -> tuple[int, int]:
         os._exit(status)
 
 
-def save_slowly(path):
-    """Saves, and stops in the middle: flushing to disk is the last act before the new file takes its name."""
+def save_slowly(path, moment):
+    """Saves, and stops in the middle: while torch writes, or in the last act before the new file takes its name, flushing to disk."""
 
     def act(write):
-        def wait(_):
+        def wait(*_):
             write("in mid-save")
-            time.sleep(60)
+            time.sleep(30)
 
-        os.fsync = wait
+        class SlowFile(io.FileIO):
+            def write(self, data):
+                if self.tell() == 0:
+                    super().write(data)
+                    wait()
+                return len(data)
+
+        if moment == "writing":
+            checkpoint.open = SlowFile
+        else:
+            os.fsync = wait
         save(path, make_state(2.0))
 
     return act
 
 
+@pytest.mark.parametrize("moment", ["writing", "flushing"])
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=["interrupt", "terminate", "kill"]
 )
-def test_a_signal_in_mid_save_leaves_the_previous_checkpoint(tmp_path, number):
+def test_a_signal_in_mid_save_leaves_the_previous_checkpoint(tmp_path, number, moment):
     path = save(tmp_path / "checkpoint_last.pt", make_state(1.0))
-    child, output = fork(save_slowly(path))
+    child, output = fork(save_slowly(path, moment))
     assert os.read(output, 100) == b"in mid-save"
     os.kill(child, number)
     _, status = os.waitpid(child, 0)
@@ -275,6 +327,22 @@ def test_a_signal_in_mid_save_leaves_the_previous_checkpoint(tmp_path, number):
         with pytest.raises(AttributeError):  # the fake configuration ends it, after the clean-up
             checkpoint_utils.load_checkpoint(checkpoint_config(tmp_path), fake_trainer())
         assert [p.name for p in tmp_path.iterdir()] == ["checkpoint_last.pt"]
+
+
+def test_an_interrupt_while_torch_writes_stays_an_interrupt(tmp_path, monkeypatch):
+    """torch's writer answers it with a RuntimeError of its own."""
+    path = save(tmp_path / "checkpoint_last.pt", make_state(1.0))
+
+    class Interrupted(io.FileIO):
+        def write(self, data):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint, "open", Interrupted, raising=False)
+    with pytest.raises(KeyboardInterrupt):
+        save(path, make_state(2.0))
+    monkeypatch.undo()
+    assert (load(path)["model"]["weight"] == 1.0).all()
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint_last.pt"]
 
 
 @pytest.mark.parametrize("copies", [False, True], ids=["save", "copy"])
