@@ -1,14 +1,45 @@
 """``ls_label_smoothed_cross_entropy``: fairseq's criterion on the fused op, with every option of it."""
 
+import functools
+
 import torch
 from fairseq import utils
 from fairseq.criterions import label_smoothed_cross_entropy as stock
 from fairseq.criterions import register_criterion
-from fairseq.models import FairseqDecoder
+from fairseq.models import BaseFairseqModel, FairseqDecoder
+from fairseq.models.transformer import TransformerModelBase
+from fairseq.trainer import Trainer
 from torch import Tensor
 
 from ls_plugin import ops
 from ls_plugin.errors import UnsupportedError
+
+# What turns logits into probabilities by a softmax, and nothing else.
+_STOCK_SOFTMAX = {
+    BaseFairseqModel.get_normalized_probs,
+    BaseFairseqModel.get_normalized_probs_scriptable,
+    FairseqDecoder.get_normalized_probs,
+    FairseqDecoder.get_normalized_probs_scriptable,
+    TransformerModelBase.get_normalized_probs,  # as the first, for TorchScript
+}
+
+
+def install() -> None:
+    """Makes fairseq's trainer refuse an unfit model as soon as it gets it.  Calling it again changes nothing.
+
+    A criterion meets the model only in the first update, and an error there makes fairseq write a ``crash.pt``.
+    """
+    Trainer.__init__ = _checked_trainer_init
+
+
+_trainer_init = Trainer.__init__
+
+
+@functools.wraps(_trainer_init)
+def _checked_trainer_init(self, cfg, task, model, criterion, *args, **kwargs):
+    if isinstance(criterion, LabelSmoothedCrossEntropyCriterion):
+        _refuse_unless_softmax(model)
+    _trainer_init(self, cfg, task, model, criterion, *args, **kwargs)
 
 
 # The class name is stock's on purpose: resuming compares it with the one that the checkpoint stores, and training may move between
@@ -79,13 +110,11 @@ def _refuse_unless_softmax(model) -> None:
             "--criterion ls_label_smoothed_cross_entropy: --adaptive-softmax-cutoff is unsupported, since the model gives no logits "
             "over the whole vocabulary. Use --criterion adaptive_loss"
         )
-    stock_softmax = (
-        isinstance(decoder, FairseqDecoder)
-        and type(decoder).get_normalized_probs is FairseqDecoder.get_normalized_probs
-        and type(decoder).get_normalized_probs_scriptable is FairseqDecoder.get_normalized_probs_scriptable
-    )
-    if not stock_softmax:
-        raise UnsupportedError(
-            f"--criterion ls_label_smoothed_cross_entropy: the decoder must be a FairseqDecoder with the stock softmax, got "
-            f"{type(decoder if decoder is not None else model).__name__}. Use --criterion label_smoothed_cross_entropy"
-        )
+    for module in (decoder, model):
+        for name in ("get_normalized_probs", "get_normalized_probs_scriptable"):
+            # The bound method, not the class's function: a wrapper for distributed training passes on what the model has.
+            if getattr(getattr(module, name, None), "__func__", None) not in _STOCK_SOFTMAX:
+                raise UnsupportedError(
+                    "--criterion ls_label_smoothed_cross_entropy: model and decoder must have fairseq's own softmax, got "
+                    f"{type(model if module is None else module).__name__}. Use --criterion label_smoothed_cross_entropy"
+                )

@@ -6,11 +6,13 @@ import pytest
 import torch
 from fairseq.criterions import CRITERION_REGISTRY
 from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEntropyCriterion as StockCriterion
+from fairseq.distributed import ModuleProxyWrapper
 from fairseq.logging import metrics
-from fairseq.models import FairseqDecoder
+from fairseq.models import BaseFairseqModel, FairseqDecoder
+from fairseq.trainer import Trainer
 from torch import nn
 
-from ls_plugin.criterions import LabelSmoothedCrossEntropyCriterion
+from ls_plugin.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEntropyCriterion, _refuse_unless_softmax
 from ls_plugin.errors import UnsupportedError
 
 PAD, V = 1, 37  # a vocabulary that is a multiple of nothing
@@ -25,7 +27,7 @@ class Decoder(FairseqDecoder):
         self.adaptive_softmax = None
 
 
-class Model(nn.Module):
+class Model(BaseFairseqModel):
     def __init__(self, logits):
         super().__init__()
         self.decoder = Decoder(logits)
@@ -33,9 +35,6 @@ class Model(nn.Module):
     def forward(self, **_):
         # "* 1" makes the logits an intermediate result, which may be overwritten, as in a model.
         return self.decoder.logits * 1, {"attn": [None]}
-
-    def get_normalized_probs(self, net_output, log_probs, sample=None):
-        return self.decoder.get_normalized_probs(net_output, log_probs, sample)
 
     def get_targets(self, sample, net_output):
         return sample["target"]
@@ -157,10 +156,34 @@ def test_models_with_their_own_probabilities_are_refused():
         def get_normalized_probs_scriptable(self, net_output, log_probs, sample=None):
             return net_output[0]
 
+    class Mixture(Model):
+        def get_normalized_probs(self, net_output, log_probs, sample=None):
+            return net_output[0]
+
+    pointer_generator = Model(torch.randn(3, 5, V))
+    pointer_generator.decoder = PointerGenerator(torch.randn(3, 5, V))
+    encoder_only = Model(torch.randn(3, 5, V))
+    del encoder_only.decoder
+    for model, name in (
+        (pointer_generator, "PointerGenerator"),
+        (Mixture(torch.randn(3, 5, V)), "Mixture"),
+        (encoder_only, "Model"),
+    ):
+        with pytest.raises(UnsupportedError, match=rf"got {name}\. Use --criterion label_smoothed_cross_entropy"):
+            LabelSmoothedCrossEntropyCriterion(task(), False, 0.1)(model, make_sample())
+
+
+def test_the_trainer_refuses_before_the_first_update():
     model = Model(torch.randn(3, 5, V))
-    model.decoder = PointerGenerator(torch.randn(3, 5, V))
-    with pytest.raises(UnsupportedError, match=r"PointerGenerator.*--criterion label_smoothed_cross_entropy"):
-        LabelSmoothedCrossEntropyCriterion(task(), False, 0.1)(model, make_sample())
+    model.decoder.adaptive_softmax = nn.Identity()
+    with pytest.raises(UnsupportedError, match="--adaptive-softmax-cutoff"):
+        Trainer(None, task(), model, LabelSmoothedCrossEntropyCriterion(task(), False, 0.1))
+
+
+def test_wrappers_for_distributed_training_pass_the_check():
+    parallel = nn.Module()  # DistributedDataParallel keeps the model so, too
+    parallel.module = Model(torch.randn(3, 5, V))
+    _refuse_unless_softmax(ModuleProxyWrapper(parallel))
 
 
 def test_class_name_is_stock_so_that_checkpoints_resume():
