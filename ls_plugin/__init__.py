@@ -4,16 +4,26 @@ Importing it, as ``fairseq-train --user-dir ls_plugin`` and the ``lightseq-*`` c
 criterion and optimizer with fairseq.
 """
 
-from ls_plugin import _library, _versions
+import os.path
+import sys
+
+from ls_plugin import _versions
 
 __version__ = _versions.VERSION
 
-_versions.check()
-_library.warn_if_not_loaded()
 
-from ls_plugin import checkpoint, compat, criterions, models, ops, optim  # noqa: E402  (fairseq's import needs the checks first)
+def _register() -> None:
+    _versions.check()
+    from ls_plugin import _library
 
-checkpoint.install()
-compat.install()
+    _library.warn_if_not_loaded()
+    # fairseq is imported from here on, which needs the checks first.
+    from ls_plugin import checkpoint, compat, criterions, models, ops, optim  # noqa: F401
 
-__all__ = ["checkpoint", "compat", "criterions", "models", "ops", "optim"]
+    checkpoint.install()
+    compat.install()
+
+
+# The doctor must run where the checks fail: it is what tells why.
+if os.path.basename(sys.argv[0] if sys.argv else "") != "lightseq-doctor":
+    _register()
