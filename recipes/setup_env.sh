@@ -158,6 +158,21 @@ install_fairseq() {
   [ -z "$cuda_home" ] || export CUDA_HOME=$cuda_home
 }
 
+# fairseq looks for --user-dir ls_plugin in the working directory and then in site-packages, where an editable install has no such
+# entry. An empty file of that name ends its search, and the import, which takes no notice of it, finds the clone. A link to the
+# clone would not do: a later pip install or uninstall would write and delete through it. As a line of RECORD the file goes
+# with the installation that it belongs to.
+MARKER=
+mark_for_fairseq() {
+  local record
+  [ ! -e "$MARKER" ] || return 0
+  rm -f "$MARKER"   # a link to a clone that was moved
+  : >"$MARKER"
+  for record in "${MARKER%/*}"/ls_plugin-*.dist-info/RECORD; do
+    grep -qx 'ls_plugin,,' "$record" || echo 'ls_plugin,,' >>"$record"
+  done
+}
+
 # ---- one run at a time: the lock lies on this very file, so that no lock file is left about
 exec 9<"${BASH_SOURCE[0]}"
 cd "$ROOT"
@@ -185,6 +200,11 @@ HEADERS=$("$PYTHON" -c 'import os, sysconfig; print(os.path.exists(os.path.join(
 [ "$HEADERS" = True ] || die "Python $VERSION lacks its headers (Python.h), which fairseq's sources need" \
   "$(install_hint "python${VERSION%.*}-dev" "python${VERSION%.*}-devel")"
 
+if [ -z "$COMPILER" ] && [ "${LS_BUILD:-}" = 1 ]; then
+  die "LS_BUILD=1 needs a C++ compiler, found none" "$(install_hint g++ gcc-c++)" "or unset LS_BUILD to go on without the kernels"
+fi
+MARKER=$VENV/lib/python${VERSION%.*}/site-packages/ls_plugin
+
 # ---- the keys over all inputs
 sha() { sha256sum 2>/dev/null || shasum -a 256; }
 PACKAGES_KEY=$({ echo "$ROOT $VERSION $FLAVOUR ${COMPILER:+compiler}"
@@ -194,7 +214,7 @@ LIBRARY_KEY=$({ echo "${LS_CUDA:-} ${LS_CUDA_ARCH:-} ${LS_BUILD:-}"
                 "${CUDA_HOME:+$CUDA_HOME/bin/}nvcc" --version 2>/dev/null || true
                 find kernels -type f | LC_ALL=C sort | tr '\n' '\0' | xargs -0 cat setup.py; } | sha)
 
-packages_done() { [ ! -e "$UNFINISHED" ] && [ "$(cat "$VENV/.ls_packages" 2>/dev/null)" = "$PACKAGES_KEY" ]; }
+packages_done() { [ ! -e "$UNFINISHED" ] && [ -e "$MARKER" ] && [ "$(cat "$VENV/.ls_packages" 2>/dev/null)" = "$PACKAGES_KEY" ]; }
 library_done() {
   [ "$(cat "$VENV/.ls_library" 2>/dev/null)" = "$LIBRARY_KEY" ] || return 1
   local library
@@ -238,6 +258,7 @@ if [ "$VENV_IS_NEW" = 1 ] || ! packages_done; then
   install_torch
   install_fairseq
   LS_BUILD=0 pip_step "installing ls_plugin and what it needs" --no-build-isolation --editable "$ROOT[dev]"
+  mark_for_fairseq
   echo "$PACKAGES_KEY" >"$VENV/.ls_packages"
 fi
 
@@ -246,8 +267,10 @@ if [ -z "$COMPILER" ]; then
   say "warning: no C++ compiler, so the compiled kernels are left out: everything runs on plain PyTorch, no faster than"
   say "         stock fairseq. To have them: $(install_hint g++ gcc-c++), then run this again"
 fi
+label="building the kernels with $COMPILER"
+[ "${LS_BUILD:-}" != 0 ] || label="leaving the kernels out (LS_BUILD=0)"   # setup.py then removes those of an earlier run
 rm -f "$VENV/.ls_library"
-[ -z "$COMPILER" ] || step "building the kernels with $COMPILER" "$VENV_PYTHON" setup.py build_ext --inplace ||
+[ -z "$COMPILER" ] || step "$label" "$VENV_PYTHON" setup.py build_ext --inplace ||
   die "building the kernels failed; the whole log is $LOG" "LS_BUILD=0 bash recipes/setup_env.sh goes on without them"
 
 say "checking"

@@ -1,8 +1,10 @@
 """lightseq-doctor on environments that lack something."""
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -143,3 +145,23 @@ doctor.main([])
     done = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.returncode == 1, done.stderr
     assert "bad   torch" in done.stdout and "training cannot run: mend" in done.stdout
+
+
+@pytest.mark.parametrize("missing, line", [("fairseq", "ls_plugin"), ("torch", "torch")])
+def test_the_console_script_runs_where_a_requirement_does_not_import(missing, line, tmp_path):
+    """It must not import what it judges, although it lies in the package that does."""
+    (tmp_path / "sitecustomize.py").write_text(f"""
+import sys
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name == {missing!r}:
+            raise ImportError("{missing} is shut off")
+sys.meta_path.insert(0, Blocker())
+""")
+    script = Path(sys.executable).with_name("lightseq-doctor")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([script], capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    (told,) = (found for found in done.stdout.splitlines() if found.startswith(f"bad   {line} "))
+    assert f"{missing} is shut off" in told
+    assert "training cannot run: mend" in done.stdout

@@ -108,7 +108,7 @@ def test_speed_is_taken_from_updates_without_a_stop_watch_inside(report, out):
 
 def test_a_run_without_timed_updates_is_refused(report, tmp_path):
     write_record(tmp_path / "record.jsonl", "ls", [update(n) for n in range(1, 12)])
-    with pytest.raises(report.RecordError, match="12 updates or more to be timed, .* got 11"):
+    with pytest.raises(report.RecordError, match=r"12 updates or more to be timed, .* got 11"):
         report.timing([report.read_run(tmp_path / "record.jsonl")])
 
 

@@ -1,13 +1,18 @@
 """What setup_env.sh says where something is missing, seen through a PATH that holds only what the test puts there."""
 
+import importlib.metadata
 import os
 import shutil
 import subprocess
 import sys
+import sysconfig
+from pathlib import Path
 
 import pytest
 
 from tests.recipes.conftest import ROOT
+
+SITE_PACKAGES = Path(sysconfig.get_path("purelib"))
 
 TOOLS = ["awk", "bash", "cat", "df", "dirname", "env", "find", "flock", "grep", "head", "id", "mkdir", "mktemp", "rm", "sed", "sha256sum", "sleep", "sort", "tail", "touch", "tr", "uname", "xargs"]
 
@@ -148,3 +153,28 @@ def test_parallel_runs_wait(machine):
         assert "another set-up is running" in process.stderr.readline()
         fcntl.flock(locked, fcntl.LOCK_UN)
     assert "lacks its venv module" in process.communicate(timeout=60)[1]
+
+
+def test_a_build_that_is_required_needs_a_compiler(machine):
+    machine.put_python()
+    status, said = machine.run(LS_BUILD="1", CXX="")
+    assert status == 1 and "LS_BUILD=1 needs a C++ compiler, found none" in said
+
+
+@pytest.mark.skipif(not (SITE_PACKAGES / "ls_plugin").exists(), reason="not in a .venv of setup_env.sh")
+@pytest.mark.parametrize("command", ["fairseq-train", "lightseq-train"])
+def test_user_dir_by_name_from_any_folder(command, tmp_path):
+    """fairseq finds no such folder here, looks in site-packages, and gets on to the import: --help then knows our criterion."""
+    done = subprocess.run(
+        [str(Path(sys.executable).with_name(command)), "data", "--user-dir", "ls_plugin", "--arch", "ls_transformer", "--help"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "ls_label_smoothed_cross_entropy" in done.stdout  # among the choices of --criterion
+
+
+@pytest.mark.skipif(not (SITE_PACKAGES / "ls_plugin").is_file(), reason="not an editable install by setup_env.sh")
+def test_pip_knows_the_file_that_fairseq_finds():
+    """So that uninstalling, or installing over it, takes it away."""
+    files = importlib.metadata.files("ls_plugin")
+    assert "ls_plugin" in map(str, files)
