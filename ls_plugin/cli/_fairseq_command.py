@@ -4,8 +4,10 @@ Exit status: 0 done, 1 failed, 2 the command line asks for something that does n
 traceback is printed for what looks like a bug, and for everything with LS_DEBUG=1.
 """
 
+import contextlib
 import difflib
 import logging
+import multiprocessing
 import os
 import re
 import sys
@@ -13,24 +15,60 @@ import traceback
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 from fairseq import models
 from torch.multiprocessing import ProcessExitedException
 
 import ls_plugin
-from ls_plugin.errors import DataError, LightSeqError, UnsupportedError
+from ls_plugin.errors import DataError, LightSeqError, UnsupportedError, UsageError
 
 PLUGIN_DIR = Path(ls_plugin.__path__[0])  # the very spelling that fairseq compares --user-dir with
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
+_SHORT_FLAGS = {"--arch": ("-a",)}
+_NO_DATASET = "Dataset not found: "
+# How the assertions of fairseq begin that check the command line and the data; any other assertion is a bug.
+_INPUT_CHECKS = (
+    "--batch-size cannot be larger than --buffer-size",
+    "--path required for generation!",
+    "--replace-unk requires a raw text dataset",
+    "--sampling requires --nbest to be equal to --beam",
+    "--sampling-topk requires --sampling",
+    "--sampling-topp requires --sampling",
+    "--temperature must be greater than 0",
+    "Cannot load state dict with strict=True and checkpoint shards > 1",
+    "Cannot use fp16 and AMP together",
+    "Criterion does not match; please reset the optimizer",
+    "Either --max_update or --lr-period-updates must be set",
+    "Index file doesn't match expected format",
+    "Must specify batch size either with --max-tokens or --batch-size",
+    "Optimizer does not match; please reset the optimizer",
+    "Please specify criterion to train a model",
+    "Source and target must contain the same number of examples",
+    "cannot specify cutoff larger than vocab size",
+    "embed_dim must be divisible by num_heads",
+    "max_lr must be more than lr",
+    "min_len cannot be larger than max_len",
+    "phase ratios must add up to 1",
+    "please specify steps or phase_ratio",
+    "world size is ",
+)
 
-def run(command: str, cli_main: Callable[[], None], defaults: dict[str, str] | None = None) -> None:
-    """Runs one of fairseq's ``cli_main`` functions on ``sys.argv``, and exits.
+
+def run(
+    command: str,
+    cli_main: Callable[[], None],
+    defaults: dict[str, str] | None = None,
+    required: dict[str, str] | None = None,
+) -> None:
+    """Runs one of fairseq's ``cli_main`` functions on ``sys.argv``; after an error, ends the process with its status.
 
     Args:
         command: name of the console script, for messages.
         cli_main: reads ``sys.argv``; its worker function should be wrapped by :func:`check_and_run`.
         defaults: flags, and their values here where the command line does not give them.
+        required: flags without which fairseq's parser fails in the middle of its work, and an example of a value.
     """
     set_up_logging()
     arguments = sys.argv[1:]
@@ -38,6 +76,7 @@ def run(command: str, cli_main: Callable[[], None], defaults: dict[str, str] | N
         if not _values(arguments, flag):
             arguments += [flag, value]
     try:
+        _check_required(arguments, required or {})
         # With another --user-dir both are imported: fairseq imports that one, and the worker function, which belongs to the plugin, brings
         # the plugin along wherever it is unpickled.
         if all(map(_is_plugin, _values(arguments, "--user-dir"))):
@@ -46,7 +85,25 @@ def run(command: str, cli_main: Callable[[], None], defaults: dict[str, str] | N
         sys.argv = [command, *arguments]
         cli_main()
     except BaseException as error:  # SystemExit and KeyboardInterrupt included: each has its status
-        sys.exit(_tell(command, error))
+        leave(_tell(command, error))
+
+
+def leave(status: int) -> NoReturn:
+    """Ends the process with ``status``.
+
+    After an error at once, without Python's shutdown: fairseq reads batches ahead in a daemon thread, and stopping that in the middle of
+    torch's code aborts the process, with status 134 in place of the error's ("terminate called without an active exception").
+    """
+    if status == 0:
+        sys.exit(0)
+    for worker in (
+        multiprocessing.active_children()
+    ):  # the shutdown would end the data loader's workers, which hold the terminal open
+        worker.terminate()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # whoever read it is gone
+            stream.flush()
+    os._exit(status)
 
 
 def set_up_logging() -> None:
@@ -60,11 +117,9 @@ def set_up_logging() -> None:
     )
 
 
-def check_data(cfg) -> None:
-    """Raises DataError if a data directory that the task names does not exist."""
-    # generate hands over argparse's flat namespace, the others a configuration tree
-    data = getattr(cfg if isinstance(cfg, Namespace) else cfg.task, "data", None)
-    for path in (data or "").split(os.pathsep):
+def check_data(data: str) -> None:
+    """Raises DataError if one of the task's data directories, joined by colons, does not exist."""
+    for path in data.split(os.pathsep):
         if path and not os.path.isdir(path):
             raise DataError(
                 f"data: must be a directory written by fairseq-preprocess, got {path!r}, which {_what_is(path)}"
@@ -85,6 +140,15 @@ def _values(arguments: list[str], *flags: str) -> list[str]:
     return values
 
 
+def _check_required(arguments: list[str], required: dict[str, str]) -> None:
+    """Raises UsageError if a flag of ``required`` is missing, unless the command line asks for help."""
+    if {"-h", "--help"} & set(arguments):
+        return
+    for flag, example in required.items():
+        if not _values(arguments, flag, *_SHORT_FLAGS.get(flag, ())):
+            raise UsageError(f"{flag}: required, as in {flag} {example}")
+
+
 def _is_plugin(user_dir: str) -> bool:
     """Whether ``--user-dir`` names this plugin: by any path, or as ``ls_plugin``, which fairseq also looks for beside itself.
 
@@ -97,7 +161,7 @@ def _is_plugin(user_dir: str) -> bool:
 
 def _check_arch(arguments: list[str]) -> None:
     """Raises UnsupportedError for an unknown ``--arch``, with the nearest names; argparse would list all of some 200."""
-    for arch in _values(arguments, "--arch", "-a"):
+    for arch in _values(arguments, "--arch", *_SHORT_FLAGS["--arch"]):
         if arch not in models.ARCH_MODEL_REGISTRY:
             ours = models.ARCH_MODEL_INV_REGISTRY["ls_transformer"]
             near = difflib.get_close_matches(
@@ -106,7 +170,7 @@ def _check_arch(arguments: list[str]) -> None:
             raise UnsupportedError(f"--arch {arch}: unknown; did you mean {', '.join(near or ours)}?")
 
 
-def _tell(command: str, error: BaseException) -> int:
+def _tell(command: str, error: BaseException, data: str = "") -> int:
     """Prints what the user needs of an error, and returns the exit status."""
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else EXIT_FAILED if error.code else 0
@@ -117,7 +181,7 @@ def _tell(command: str, error: BaseException) -> int:
     if isinstance(error, KeyboardInterrupt):
         print(f"{command}: interrupted; checkpoints that were written are whole", file=sys.stderr)
         return EXIT_INTERRUPTED
-    known = _known_cause(error)
+    known = _known_cause(error, data)
     if known is None:
         if os.environ.get("LS_DEBUG") != "1":
             traceback.print_exception(error)
@@ -127,21 +191,23 @@ def _tell(command: str, error: BaseException) -> int:
     return status
 
 
-def _known_cause(error: BaseException) -> tuple[int, str] | None:
-    """Exit status and one line for errors of the user's input, None for what may be a bug."""
+def _known_cause(error: BaseException, data: str = "") -> tuple[int, str] | None:
+    """Exit status and one line for errors of the user's input, None for what may be a bug.
+
+    Args:
+        data: the task's data directories, joined by colons; what is missing there should have come from fairseq-preprocess.
+    """
     message = str(error)
     if isinstance(error, FileNotFoundError):
-        missing = error.filename or message.removeprefix("Dataset not found: ")
-        advice = "was it written by fairseq-preprocess, and are --source-lang, --target-lang and the subset right?"
-        return EXIT_FAILED, f"not found: {missing}; {advice}"
-    if isinstance(error, LightSeqError | OSError) or (isinstance(error, AssertionError) and message):
-        status = EXIT_USAGE if isinstance(error, UnsupportedError) else EXIT_FAILED
-        return status, re.sub(r"\s*\n\s*", " ", message)
-    # The next two are what fairseq's parser raises.
-    if isinstance(error, RuntimeError) and not message:
-        return EXIT_USAGE, "--arch: required, as in --arch ls_transformer"
-    if isinstance(error, KeyError) and error.args == (None,):
-        return EXIT_USAGE, "--task: required, as in --task translation"
+        dataset = message.startswith(_NO_DATASET)
+        if dataset or _lies_in(error.filename, data):
+            missing = message.removeprefix(_NO_DATASET) if dataset else error.filename
+            advice = "was it written by fairseq-preprocess, and are --source-lang, --target-lang and the subset right?"
+            return EXIT_FAILED, f"not found: {missing}; {advice}"
+    if isinstance(error, LightSeqError | OSError):
+        return EXIT_USAGE if isinstance(error, UsageError) else EXIT_FAILED, _one_line(message)
+    if isinstance(error, AssertionError) and message.startswith(_INPUT_CHECKS):
+        return EXIT_FAILED, _one_line(message)
     if "Could not infer language pair" in message:
         advice = "since no file is named like train.de-en.de.idx; was the directory written by fairseq-preprocess?"
         return EXIT_FAILED, f"data: cannot infer the languages, {advice}"
@@ -151,6 +217,16 @@ def _known_cause(error: BaseException) -> tuple[int, str] | None:
     return None
 
 
+def _one_line(message: str) -> str:
+    return re.sub(r"\s*\n\s*", " ", message)
+
+
+def _lies_in(path: str | None, directories: str) -> bool:
+    """Whether ``path`` is in one of some directories that are joined by colons."""
+    parents = Path(os.path.abspath(path)).parents if path else ()
+    return any(Path(os.path.abspath(directory)) in parents for directory in directories.split(os.pathsep) if directory)
+
+
 def _first_lines(error: BaseException | None, n_lines: int = 3) -> str:
     return " ".join(line.strip() for line in str(error).splitlines()[:n_lines])
 
@@ -158,10 +234,15 @@ def _first_lines(error: BaseException | None, n_lines: int = 3) -> str:
 def check_and_run(command: str, main: Callable, cfg, kwargs: dict) -> None:
     """What runs in every process, spawned ones included: one line for an error there too, and its status for the parent."""
     set_up_logging()
+    # generate hands over argparse's flat namespace, the others a configuration tree
+    data = getattr(cfg if isinstance(cfg, Namespace) else cfg.task, "data", None) or ""
     try:
-        check_data(cfg)
+        check_data(data)
         main(cfg, **kwargs)
     except Exception as error:
-        if _known_cause(error) is not None:
-            sys.exit(_tell(command, error))
-        raise
+        if _known_cause(error, data) is None:
+            raise
+        status = _tell(command, error, data)
+        if multiprocessing.parent_process() is not None:
+            leave(status)
+        sys.exit(status)

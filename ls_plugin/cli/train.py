@@ -14,7 +14,7 @@ def worker_main(cfg, **kwargs):
 
 def main() -> None:
     stock.main = worker_main
-    run("lightseq-train", stock.cli_main)
+    run("lightseq-train", stock.cli_main, required={"--arch": "ls_transformer"})
 
 
 if __name__ == "__main__":

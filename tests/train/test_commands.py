@@ -7,6 +7,7 @@ import fairseq_cli.train
 import pytest
 
 from ls_plugin.cli import _fairseq_command, generate, interactive, train, validate
+from ls_plugin.cli._fairseq_command import EXIT_USAGE
 from ls_plugin.errors import CheckpointError, UnsupportedError
 
 MAINS = {"train": train.main, "validate": validate.main, "generate": generate.main, "interactive": interactive.main}
@@ -19,6 +20,12 @@ def keep_logging():
     handlers, level = root.handlers[:], root.level
     yield
     root.handlers[:], root.level = handlers, level
+
+
+@pytest.fixture(autouse=True)
+def stay_alive(monkeypatch):
+    """In this process an error raises SystemExit; the real function would end pytest."""
+    monkeypatch.setattr(_fairseq_command, "leave", sys.exit)
 
 
 @pytest.fixture
@@ -152,6 +159,70 @@ def test_missing_architecture(run_command):
     assert_one_line(errors, "--arch: required")
 
 
+def test_a_short_flag_names_the_architecture(run_command, tmp_path):
+    status, errors = run_command("train", tmp_path, "-a", "ls_transformer_tiny", "--max-tokens", "100", "--cpu")
+    assert status == 1
+    assert_one_line(errors, "cannot infer the languages")
+
+
+def raising(error):
+    def main(cfg, **_):
+        raise error
+
+    return main
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError(), KeyError(None), AssertionError("query dim 3 != 4")], ids=["runtime", "key", "assertion"]
+)
+def test_errors_that_only_resemble_misuse_keep_their_traceback(run_command, monkeypatch, tmp_path, error):
+    monkeypatch.setattr(train, "_stock_main", raising(error))
+    status, errors = run_command("train", tmp_path, *BASE)
+    assert status == 1
+    assert "Traceback" in errors
+    assert "required" not in errors
+
+
+def test_input_checks_of_fairseq_take_one_line(run_command, commands, tmp_path):
+    flags = ["--arch", "ls_transformer_tiny", "--cpu", "--save-dir", tmp_path]
+    status, errors = run_command("train", commands.data, *flags)
+    assert status == 1
+    assert_one_line(errors, "Must specify batch size")
+
+
+def test_only_files_of_the_data_get_the_advice_to_preprocess(run_command, commands, tmp_path):
+    flags = [*BASE, "--encoder-embed-path", tmp_path / "no.vec", "--save-dir", tmp_path]
+    status, errors = run_command("train", commands.data, *flags)
+    assert status == 1
+    assert_one_line(errors, "no.vec")
+    assert "fairseq-preprocess" not in errors
+
+
+def test_adaptive_softmax_is_refused_before_training(run_command, commands, tmp_path):
+    flags = [*BASE, "--criterion", "ls_label_smoothed_cross_entropy", "--adaptive-softmax-cutoff", "10"]
+    status, errors = run_command("train", commands.data, *flags, "--save-dir", tmp_path)
+    assert status == 2
+    assert_one_line(errors, "--adaptive-softmax-cutoff is unsupported", "--criterion adaptive_loss")
+    assert not list(tmp_path.glob("*.pt"))
+
+
+def test_errors_keep_their_status_while_batches_are_read_ahead(commands, tmp_path):
+    """In processes of their own, several times: Python's shutdown aborted most of them while fairseq's thread was reading."""
+    (tmp_path / "late").mkdir()
+    (tmp_path / "late" / "__init__.py").write_text(
+        "from fairseq.trainer import Trainer\n"
+        "def train_step(self, samples, raise_oom=False):\n"
+        "    from ls_plugin.errors import UnsupportedError\n"
+        "    raise UnsupportedError('late')\n"
+        "Trainer.train_step = train_step\n"
+    )
+    flags = [*BASE, "--num-workers", "0", "--data-buffer-size", "1000", "--save-dir", tmp_path / "save"]
+    flags += ["--user-dir", tmp_path / "late"]
+    runs = [commands.start("ls_plugin.cli.train", commands.data, *flags) for _ in range(3)]
+    for output in [commands.finish(run, EXIT_USAGE) for run in runs]:
+        assert output.endswith("lightseq-train: error: late\n")
+
+
 def test_bugs_and_ls_debug_show_the_traceback(run_command, monkeypatch, tmp_path):
     def fail(cfg, **_):
         raise ZeroDivisionError("bug")
@@ -186,7 +257,7 @@ def test_another_user_dir_is_kept(monkeypatch, tmp_path):
     seen = []
     monkeypatch.setattr(fairseq_cli.train, "cli_main", lambda: seen.append(list(sys.argv)))
     for flags in ([], ["--user-dir", "mine"], ["--user-dir=mine"]):
-        monkeypatch.setattr(sys, "argv", ["lightseq-train", "data", *flags])
+        monkeypatch.setattr(sys, "argv", ["lightseq-train", "data", "--arch", "ls_transformer", *flags])
         train.main()
     plugin_dir = str(_fairseq_command.PLUGIN_DIR)
     assert seen[0][-2:] == ["--user-dir", plugin_dir]
