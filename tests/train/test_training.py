@@ -127,15 +127,41 @@ def test_accumulated_half_batches_equal_one_batch(commands, losses, training_fla
         torch.testing.assert_close(models[0][name], p, rtol=1e-3, atol=1e-4)
 
 
+# A --user-dir that prints, after each update, digests of the parameters and of the mask that dropout would draw next.
+SPY = """
+import hashlib
+import torch
+from fairseq.trainer import Trainer
+from ls_plugin import ops
+
+def digest(x):
+    return hashlib.sha256(x.detach().numpy().tobytes()).hexdigest()
+
+stock_step = Trainer.train_step
+
+def train_step(self, *args, **kwargs):
+    result = stock_step(self, *args, **kwargs)
+    print("spy parameters", digest(torch.cat([p.flatten() for p in self.model.parameters()])), flush=True)
+    with torch.random.fork_rng():
+        print("spy mask", digest(ops.bias_dropout_residual(torch.ones(100), None, None, 0.5)), flush=True)
+    return result
+
+Trainer.train_step = train_step
+"""
+
+
 @pytest.mark.slow
 def test_two_ranks_train_and_resume(commands, losses, training_flags, tmp_path):
     """Two processes with gloo; masks differ between ranks, parameters do not."""
+    (tmp_path / "spy").mkdir()
+    (tmp_path / "spy" / "__init__.py").write_text(SPY)
 
     def both(max_update):
         with socket.socket() as s:
             s.bind(("localhost", 0))
             port = s.getsockname()[1]
         flags = [*training_flags["ours"], "--dropout", "0.2", "--max-update", max_update, "--save-dir", tmp_path]
+        flags += ["--user-dir", tmp_path / "spy"]
         flags += shlex.split(
             f"--distributed-init-method tcp://localhost:{port} --distributed-world-size 2 --distributed-no-spawn"
         )
@@ -143,12 +169,18 @@ def test_two_ranks_train_and_resume(commands, losses, training_flags, tmp_path):
         runs = [
             commands.start("ls_plugin.cli.train", commands.data, *flags, "--distributed-rank", rank) for rank in (0, 1)
         ]
-        return next(commands.finish(run) for run in runs)
+        return [commands.finish(run) for run in runs]
 
-    first, second = both(3), both(6)
-    assert len(losses(first)) == 3
-    assert "Loaded checkpoint" in second
-    assert len(losses(second)) == 3
+    def digests(log, what):
+        return re.findall(rf"spy {what} (\w+)", log)
+
+    for i, logs in enumerate((both(3), both(6))):
+        assert len(losses(logs[0])) == 3
+        assert ("Loaded checkpoint" in logs[0]) == (i == 1)
+        parameters, masks = ([digests(log, what) for log in logs] for what in ("parameters", "mask"))
+        assert parameters[0] == parameters[1]
+        assert len(set(parameters[0])) == 3  # every update changed them
+        assert len(set(masks[0] + masks[1])) == 6
 
 
 def hypotheses(output: str) -> list[str]:
@@ -171,6 +203,25 @@ def test_stock_generates_the_same_from_our_checkpoint_without_the_plugin(trained
     assert ours == stock
 
 
+def test_validation_scores_every_token(trained, commands, tmp_path):
+    """fairseq's default leaves out the last batch, unless its size is a multiple of 8."""
+    (tmp_path / "counting").mkdir()
+    (tmp_path / "counting" / "__init__.py").write_text(
+        "from fairseq.tasks.fairseq_task import FairseqTask\n"
+        "stock_step = FairseqTask.valid_step\n"
+        "def valid_step(self, sample, model, criterion):\n"
+        "    print('scored', sample['ntokens'], flush=True)\n"
+        "    return stock_step(self, sample, model, criterion)\n"
+        "FairseqTask.valid_step = valid_step\n"
+    )
+    flags = ["--task", "translation", "--path", trained["ours"][0] / "checkpoint_last.pt", "--max-tokens", 150, "--cpu"]
+    flags += ["--user-dir", tmp_path / "counting"]
+    log = commands.run("ls_plugin.cli.validate", commands.data, *flags)
+    counts = [int(n) for n in re.findall(r"scored (\d+)", log)]
+    sentences = (commands.data.parent / "valid.en").read_text().splitlines()
+    assert sum(counts) == sum(len(sentence.split()) + 1 for sentence in sentences)
+
+
 @pytest.mark.slow
 def test_validate_and_interactive(trained, commands, tmp_path):
     checkpoint = trained["ours"][0] / "checkpoint_last.pt"
@@ -188,9 +239,10 @@ def test_validate_and_interactive(trained, commands, tmp_path):
         "--log-format",
         "json",
     ]
+    whole = ["--required-batch-size-multiple", 1]
     runs = [
         commands.start("ls_plugin.cli.validate", *validation),
-        commands.start("fairseq_cli.validate", *validation, plugin=False),
+        commands.start("fairseq_cli.validate", *validation, *whole, plugin=False),
         commands.start(
             "ls_plugin.cli.interactive", commands.data, "--path", checkpoint, "--input", sentences, "--beam", 2, "--cpu"
         ),
