@@ -13,7 +13,7 @@ Tensor bias_dropout_residual_forward(const Tensor& x, const OptionalTensor& bias
   BiasDropoutResidualForward a{};
   a.dtype = dtype_of(op, "x", x);
   a.dropout = make_dropout(op, p, seed, offset, x);
-  Tensor y = torch::stable::empty_like(x);
+  Tensor y = new_like(x);
   a.n_rows = m.n_rows, a.n_cols = m.n_cols;
   a.x = in(x, "x"), a.bias = in(bias, "bias"), a.residual = in(residual, "residual");
   a.y = out(y, "y");
@@ -30,7 +30,7 @@ std::tuple<Tensor, Tensor> bias_dropout_residual_backward(const Tensor& grad_y, 
   a.dtype = dtype_of(op, "grad_y", grad_y);
   a.dropout = make_dropout(op, p, seed, offset, grad_y);
   a.n_rows = m.n_rows, a.n_cols = m.n_cols;
-  Tensor grad_x = needs_x_grad ? torch::stable::empty_like(grad_y) : new_empty(grad_y, {0}, dtype);
+  Tensor grad_x = needs_x_grad ? new_like(grad_y) : new_empty(grad_y, {0}, dtype);
   Tensor grad_bias = new_empty(grad_y, {needs_bias_grad ? m.n_cols : 0}, dtype);
   a.n_partials = needs_bias_grad ? column_sum_n_partials(m.n_rows) : 0;
   Tensor partials = new_empty(grad_y, {a.n_partials, m.n_cols}, ScalarType::Float);

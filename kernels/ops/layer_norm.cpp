@@ -12,7 +12,7 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_forward(const Tensor& x, const Opt
   if (bias) check_row_vector(op, "bias", *bias, x);
   LayerNormForward a{};
   a.dtype = dtype_of(op, "x", x);
-  Tensor y = torch::stable::empty_like(x);
+  Tensor y = new_like(x);
   Tensor mean = new_empty(x, {m.n_rows}, ScalarType::Float), rstd = new_empty(x, {m.n_rows}, ScalarType::Float);
   a.n_rows = m.n_rows, a.n_cols = m.n_cols, a.eps = static_cast<float>(eps);
   a.x = in(x, "x"), a.weight = in(weight, "weight"), a.bias = in(bias, "bias");
@@ -38,7 +38,7 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& grad_y, con
   LayerNormBackward a{};
   a.dtype = dtype_of(op, "x", x);
   a.n_rows = m.n_rows, a.n_cols = m.n_cols;
-  Tensor grad_x = torch::stable::empty_like(x);
+  Tensor grad_x = new_like(x);
   Tensor grad_weight = new_empty(x, {needs_weight_grad ? m.n_cols : 0}, x.scalar_type());
   Tensor grad_bias = new_empty(x, {needs_bias_grad ? m.n_cols : 0}, x.scalar_type());
   a.n_partials = needs_weight_grad || needs_bias_grad ? column_sum_n_partials(m.n_rows) : 0;

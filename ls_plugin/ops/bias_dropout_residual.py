@@ -4,12 +4,12 @@ import torch
 from torch import Tensor
 
 from ls_plugin import _library, reference
+from ls_plugin.ops.autograd import DifferentiableOp
 from ls_plugin.ops.checks import (
     check_matrix,
     check_row_vector,
     check_same_shape,
-    common_dtype,
-    refuse_double_backward,
+    to_common_dtype,
 )
 from ls_plugin.ops.rng import draw_seed, rank_offset
 
@@ -36,14 +36,14 @@ def bias_dropout_residual(
     p = p if training else 0.0
     if p == 0.0 and bias is None and residual is None:
         return x
-    x, bias, residual = (t if t is None else t.to(common_dtype(x, bias, residual)) for t in (x, bias, residual))
+    x, bias, residual = to_common_dtype(x, bias, residual)
     seed = draw_seed(x.device) if p > 0.0 else None
     offset = rank_offset()
     if not _library.has_kernel(x):
         _check(x, bias, residual)
         return reference.bias_dropout_residual(x, bias, residual, p, seed, offset)
     residual = residual if residual is None else residual.contiguous()
-    return _library.kernels().bias_dropout_residual_forward(x.contiguous(), bias, residual, p, seed, offset)
+    return _forward(x.contiguous(), bias, residual, p, seed, offset)
 
 
 def _check(x, bias, residual):
@@ -85,11 +85,11 @@ def _backward(ctx, grad_y):
     return grad_x, grad_bias, grad_y if needs_residual_grad else None, None, None, None
 
 
+_forward = DifferentiableOp(_OP, _setup_context, _backward)
+
+
 def register(namespace: str) -> None:
     """Fake kernels and autograd for one build of the library."""
     torch.library.register_fake(f"{namespace}::bias_dropout_residual_forward", _forward_fake)
     torch.library.register_fake(f"{namespace}::bias_dropout_residual_backward", _backward_fake)
-    torch.library.register_autograd(
-        f"{namespace}::bias_dropout_residual_forward", _backward, setup_context=_setup_context
-    )
-    torch.library.register_autograd(f"{namespace}::bias_dropout_residual_backward", refuse_double_backward(_OP))
+    _forward.register(namespace)

@@ -34,9 +34,14 @@ def check_matrix(op: str, name: str, x: Tensor) -> None:
     check(x.dim() >= 1, lambda: f"{op}: {name} must have at least one dimension, (..., C), got a scalar")
 
 
-def common_dtype(*tensors: Tensor | None) -> torch.dtype:
-    """The dtype that torch would compute these in: under autocast a bf16 product meets an fp32 residual, and the sum is fp32."""
-    return functools.reduce(torch.promote_types, (t.dtype for t in tensors if t is not None))
+def to_common_dtype(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The tensors in the dtype that torch would compute them in: under autocast a bf16 product meets an fp32 residual, and the sum is
+    fp32. Tensors of one dtype come back as they are."""
+    dtypes = {t.dtype for t in tensors if t is not None}
+    if len(dtypes) == 1:
+        return tensors
+    dtype = functools.reduce(torch.promote_types, dtypes)
+    return tuple(None if t is None else t.to(dtype) for t in tensors)
 
 
 def refuse_double_backward(op: str) -> Callable:

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from ls_plugin import _library, reference
-from ls_plugin.ops.checks import check_matrix, check_row_vector, common_dtype, refuse_double_backward
+from ls_plugin.ops.autograd import DifferentiableOp
+from ls_plugin.ops.checks import check_matrix, check_row_vector, to_common_dtype
 
 _OP = "layer_norm"
 
@@ -21,11 +22,11 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     Raises:
         RuntimeError: a shape, dtype or device does not fit.
     """
-    x, weight, bias = (t if t is None else t.to(common_dtype(x, weight, bias)) for t in (x, weight, bias))
+    x, weight, bias = to_common_dtype(x, weight, bias)
     if not _library.has_kernel(x):
         _check(x, weight, bias)
         return reference.layer_norm(x, weight, bias, eps)
-    return _library.kernels().layer_norm_forward(x.contiguous(), weight, bias, eps)[0]
+    return _forward(x.contiguous(), weight, bias, eps)[0]
 
 
 def _check(x, weight, bias):
@@ -69,9 +70,11 @@ def _backward(ctx, grad_y, _grad_mean, _grad_rstd):
     return grad_x, grad_weight if needs_weight_grad else None, grad_bias if needs_bias_grad else None, None
 
 
+_forward = DifferentiableOp(_OP, _setup_context, _backward)
+
+
 def register(namespace: str) -> None:
     """Fake kernels and autograd for one build of the library."""
     torch.library.register_fake(f"{namespace}::layer_norm_forward", _forward_fake)
     torch.library.register_fake(f"{namespace}::layer_norm_backward", _backward_fake)
-    torch.library.register_autograd(f"{namespace}::layer_norm_forward", _backward, setup_context=_setup_context)
-    torch.library.register_autograd(f"{namespace}::layer_norm_backward", refuse_double_backward(_OP))
+    _forward.register(namespace)
