@@ -16,7 +16,10 @@ UPDATES = 12
 
 
 def test_flags_are_checked_before_anything_runs(run_module, capsys):
-    for flags, words in ((["--updates", "3"], "--updates must be at least 12, got 3"), (["--minutes", "0"], "--minutes must be")):
+    for flags, words in (
+        (["--updates", "3"], "--updates must be at least 12, got 3"),
+        (["--minutes", "0"], "--minutes must be"),
+    ):
         with pytest.raises(SystemExit) as stopped:
             run_module.parse_args(flags)
         assert stopped.value.code == 2 and words in capsys.readouterr().err
@@ -41,7 +44,9 @@ def test_a_full_disk_is_told_before_anything_runs(run_module, tmp_path, monkeypa
 def test_a_failing_training_shows_the_end_of_its_log(run_module, tmp_path):
     args = run_module.parse_args(["--out", str(tmp_path), "--device", "cpu", "--threads", "1"])
     quickstart = run_module.Quickstart(args, run_module.Display())
-    with pytest.raises(run_module.QuickstartError, match=r"(?s)ls training ended with status \d+; .*data: must be a directory"):
+    with pytest.raises(
+        run_module.QuickstartError, match=r"(?s)ls training ended with status \d+; .*data: must be a directory"
+    ):
         quickstart.train("ls", "ls-1", [], lambda *_: None, target=1)
 
 
@@ -88,7 +93,19 @@ def test_the_budget_is_what_b_trains(run_module, tmp_path):
 
 
 def quickstart(run_module, out, *flags):
-    arguments = ["--out", str(out), "--device", "cpu", "--threads", "1", "--updates", str(UPDATES), "--minutes", "0.05", *flags]
+    arguments = [
+        "--out",
+        str(out),
+        "--device",
+        "cpu",
+        "--threads",
+        "1",
+        "--updates",
+        str(UPDATES),
+        "--minutes",
+        "0.05",
+        *flags,
+    ]
     return run_module.Quickstart(run_module.parse_args(arguments), run_module.Display()).run()
 
 
@@ -100,10 +117,15 @@ def test_all_of_it_twice(run_module, small_data, capsys):
     assert "BLEU" in screen and screen.count("  ref  ") == 5
     assert "1.00x" not in screen.split("tokens/s")[0]
     told = run_module.report.collect(small_data)
-    assert told.comparison.updates == UPDATES and told.comparison.comparable
+    assert told.comparison.updates == UPDATES and told.comparison.alike  # speeds may differ: other tests run beside it
     assert told.training.updates[0]["update"] == UPDATES + 1  # (b) goes on from (a)'s checkpoint
     assert told.training.valid
-    assert {path.name for path in small_data.iterdir()} >= {"report.md", "loss_curves.png", "checkpoints", "generate.txt"}
+    assert {path.name for path in small_data.iterdir()} >= {
+        "report.md",
+        "loss_curves.png",
+        "checkpoints",
+        "generate.txt",
+    }
 
     last = told.training.updates[-1]["update"]
     digests = [run.loss_digest() for runs in told.comparison.runs.values() for run in runs]
@@ -123,10 +145,35 @@ def test_an_interrupt_saves_and_the_next_run_goes_on_as_if_it_had_not_been(run_m
     def start(name, max_update):
         record = tmp_path / name / "record.jsonl"
         record.parent.mkdir(exist_ok=True)
-        options = {**run_module.KINDS["ls"], **run_module.MODEL, **run_module.TRAINING, "--seed": 1, "--max-update": max_update}
-        command = [sys.executable, str(QUICKSTART / "timed_train.py"), str(record), "ls", "--", str(small_data / "data" / "bin")]
-        command += ["--task", "translation", "--share-all-embeddings", "--no-progress-bar", "--cpu", "--disable-validation"]
-        command += [*run_module.flags(options), "--save-dir", str(record.parent / "checkpoints"), "--no-epoch-checkpoints"]
+        options = {
+            **run_module.KINDS["ls"],
+            **run_module.MODEL,
+            **run_module.TRAINING,
+            "--seed": 1,
+            "--max-update": max_update,
+        }
+        command = [
+            sys.executable,
+            str(QUICKSTART / "timed_train.py"),
+            str(record),
+            "ls",
+            "--",
+            str(small_data / "data" / "bin"),
+        ]
+        command += [
+            "--task",
+            "translation",
+            "--share-all-embeddings",
+            "--no-progress-bar",
+            "--cpu",
+            "--disable-validation",
+        ]
+        command += [
+            *run_module.flags(options),
+            "--save-dir",
+            str(record.parent / "checkpoints"),
+            "--no-epoch-checkpoints",
+        ]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         with (record.parent / "log.txt").open("a") as log:
             return record, subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
@@ -137,7 +184,9 @@ def test_an_interrupt_saves_and_the_next_run_goes_on_as_if_it_had_not_been(run_m
     cut, process = start("cut", 10)
     deadline = time.monotonic() + 200
     while not (cut.exists() and '"update": 2,' in cut.read_text()):
-        assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "cut" / "log.txt").read_text()[-2000:]
+        assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "cut" / "log.txt").read_text()[
+            -2000:
+        ]
         time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
     assert process.wait(100) == 0
@@ -151,7 +200,19 @@ def test_an_interrupt_saves_and_the_next_run_goes_on_as_if_it_had_not_been(run_m
 
 def test_ctrl_c_in_the_comparison(run_module, small_data, tmp_path):
     """The whole command, interrupted in its ls run: status 130, a report, and how to go on."""
-    flags = ["--out", str(tmp_path), "--device", "cpu", "--threads", "1", "--updates", "300", "--rounds", "1", "--continue"]
+    flags = [
+        "--out",
+        str(tmp_path),
+        "--device",
+        "cpu",
+        "--threads",
+        "1",
+        "--updates",
+        "300",
+        "--rounds",
+        "1",
+        "--continue",
+    ]
     # It goes on from a finished stock run, made up to save its time.
     settings = run_module.Quickstart(run_module.parse_args(flags), run_module.Display()).settings()
     (tmp_path / "settings.json").write_text(json.dumps(settings))
@@ -159,7 +220,14 @@ def test_ctrl_c_in_the_comparison(run_module, small_data, tmp_path):
     write_record(tmp_path / "runs" / "stock-1" / "record.jsonl", "stock", [update(n) for n in range(1, 301)])
 
     command = [sys.executable, str(QUICKSTART / "run.py"), *flags]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    # A shell starts background jobs with SIGINT ignored, and these tests may be one.
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     record, deadline = tmp_path / "runs" / "ls-1" / "record.jsonl", time.monotonic() + 200
     try:
         while not (record.exists() and '"update": 2,' in record.read_text()):
