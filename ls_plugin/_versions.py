@@ -1,6 +1,5 @@
 """Versions that work, checked when the plugin is imported: a late failure inside fairseq tells nobody what to do."""
 
-import importlib.metadata
 import importlib.util
 import sys
 
@@ -16,16 +15,6 @@ FAIRSEQ_BY_PYTHON = {
 def fairseq_requirement() -> str:
     """The fairseq distribution to install on this Python. No release of fairseq proper runs on 3.11 or newer."""
     return FAIRSEQ_BY_PYTHON["3.10" if sys.version_info < (3, 11) else "3.11+"]
-
-
-def fairseq_distribution() -> str | None:
-    """Name and version of the installed distribution that provides ``fairseq``, or None."""
-    for name in ("fairseq-fixed", "fairseq"):
-        try:
-            return f"{name} {importlib.metadata.version(name)}"
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
 
 
 def problems() -> list[str]:
