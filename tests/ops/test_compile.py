@@ -5,9 +5,12 @@ import torch
 
 from ls_plugin import ops
 from tests.ops.accuracy import needs_library
+from tests.ops.cases import all_cases
 
 pytestmark = needs_library
 PAD = 1
+CASES = all_cases()
+names = [case.name for case in CASES]
 
 
 def compiled(function):
@@ -15,35 +18,44 @@ def compiled(function):
     return torch.compile(function, backend="aot_eager", fullgraph=True)
 
 
-def run(function, leaves):
-    leaves = [leaf.detach().clone().requires_grad_() for leaf in leaves]
-    torch.manual_seed(5)
-    loss = function(*leaves)
-    return [loss, *torch.autograd.grad(loss, leaves)]
+@pytest.mark.parametrize("case", CASES, ids=names)
+def test_compiled_equals_eager(case):
+    expected = case.run(case.leaves())
+    traced = type(case)(**{**vars(case), "function": compiled(case.function)})
+    for a, e in zip(traced.run(case.leaves()), expected, strict=True):
+        torch.testing.assert_close(a, e)
 
 
-def layer_norm(x, weight, bias, residual):
-    return ops.layer_norm(x, weight, bias).square().sum() + residual.sum()
+@pytest.mark.parametrize("case", CASES, ids=names)
+def test_autocast(case):
+    """The first leaf out of a bf16 product, the others (parameters, a residual stream) fp32."""
+    leaves = case.leaves()
+    exact = case.run(case.leaves())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        first = leaves[0] @ torch.eye(leaves[0].shape[-1])
+        outputs = case.outputs([first, *leaves[1:]])
+    assert first.dtype == torch.bfloat16
+    assert [out.dtype for out in outputs] == [case.autocast_dtype] * len(outputs)
+    generator = torch.Generator().manual_seed(8)
+    grads = torch.autograd.grad(
+        outputs, leaves, [torch.randn(out.shape, generator=generator).to(out.dtype) for out in outputs]
+    )
+    assert all(grad.dtype == torch.float32 for grad in grads)
+    for a, e in zip([*outputs, *grads], exact, strict=True):
+        torch.testing.assert_close(a.float(), e, rtol=0.05, atol=0.05 * max(1.0, e.abs().max().item()))
 
 
-def bias_dropout_residual(x, weight, bias, residual):
-    return ops.bias_dropout_residual(x * weight, bias, residual, 0.3).square().sum()
+def test_compiled_cross_entropy_in_place():
+    def function(x, weight):
+        loss, nll = ops.label_smoothed_cross_entropy(x * weight, torch.tensor([3, PAD, 0, 7]), 0.1, PAD, inplace=True)
+        return loss.sum() + nll.detach().sum()
 
-
-def label_smoothed_cross_entropy(x, weight, bias, residual):
-    logits = x * weight + bias + residual
-    target = torch.tensor([3, PAD, 0, 7])
-    loss, nll = ops.label_smoothed_cross_entropy(logits, target, 0.1, PAD, inplace=True)
-    return loss.sum() + nll.detach().sum()
-
-
-@pytest.mark.parametrize("function", [layer_norm, bias_dropout_residual, label_smoothed_cross_entropy])
-def test_compiled_equals_eager(function):
-    generator = torch.Generator().manual_seed(6)
-    leaves = [torch.randn(shape, generator=generator) for shape in ((4, 24), (24,), (24,), (4, 24))]
-    expected = run(function, leaves)
-    actual = run(compiled(function), leaves)
-    for a, e in zip(actual, expected, strict=True):
+    results = []
+    for f in (function, compiled(function)):
+        leaves = [torch.linspace(-1, 1, 96).view(4, 24).requires_grad_(), torch.ones(24, requires_grad=True)]
+        loss = f(*leaves)
+        results.append([loss, *torch.autograd.grad(loss, leaves)])
+    for a, e in zip(*results, strict=True):
         torch.testing.assert_close(a, e)
 
 
@@ -56,16 +68,3 @@ def test_compiled_adam_step_updates_in_place():
     compiled(lambda *tensors: ops.adam_step(*tensors, **options))(*traced)
     for a, e in zip(traced, eager, strict=True):
         torch.testing.assert_close(a, e)
-
-
-def test_autocast():
-    x, weight = torch.randn(6, 16, requires_grad=True), torch.randn(16, requires_grad=True)
-    linear = torch.nn.Linear(16, 16)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        y = ops.layer_norm(linear(x), weight, None)
-        z = ops.bias_dropout_residual(linear(y), linear.bias, x, 0.1)
-        loss, _ = ops.label_smoothed_cross_entropy(linear(z), torch.arange(6), 0.1, inplace=True)
-    # As stock's: layer norm and the residual stream are fp32, products bf16.
-    assert y.dtype == torch.float32 and z.dtype == torch.float32 and loss.dtype == torch.float32
-    loss.sum().backward()
-    assert x.grad.dtype == torch.float32 and weight.grad.dtype == torch.float32
