@@ -115,7 +115,7 @@ inline void for_each_dropout_segment(const Dropout& dropout, int64_t row_begin, 
 // Lanes to keep among the kLanes elements that start at draws. Reading past the last element of a tail is harmless: the
 // buffer is whole groups and a vector longer.
 inline vint keep_lanes(const uint16_t* draws, uint32_t threshold) {
-  const vint values = reinterpret_cast<vint>(__builtin_convertvector(load_bits<vhalf>(draws), vuint));
+  const vint values = reinterpret_cast<vint>(widen(load_bits<vhalf>(draws)));
   return values >= static_cast<int32_t>(threshold);
 }
 
