@@ -1,117 +1,359 @@
-"""Timing of the op benchmarks: two functions in turn, medians, and bytes against the measured copy bandwidth."""
+"""Timing of the op benchmarks: what a case is, what is measured of it, and the machine's own speed of moving bytes.
 
+One round times every contender once, in turn: eager (what stock fairseq executes), compiled (torch.compile of the same formula, by inductor,
+static shapes, whole graph), ls, and kernel (the same ops of ours called below autograd, no graph). A change of the machine's speed so meets
+all of them alike. What is given are medians over the rounds.
+
+    forward    the call, with grad enabled, until it returns (CPU) or until its last kernel ends (CUDA)
+    backward   ``torch.autograd.grad`` from the outputs to the leaves. Both directions of eager, compiled and ls hold what autograd costs by
+               itself, some 45 us for both together on an EPYC; the smallest shapes are little else, and kernel shows what is left without
+    spread     half the distance between the quartiles over the median, of forward and backward together
+    GB/s       the bytes that the fused op must move, over kernel's time, or ls's where a case has no kernel
+"""
+
+from __future__ import annotations
+
+import ctypes
 import dataclasses
+import gc
+import importlib.metadata
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[2]
-MIN_SECONDS = 0.6  # spent on each function of a case, at least MIN_ROUNDS rounds
-MIN_ROUNDS = 15
+CONTENDERS = ("eager", "compiled", "ls", "kernel")
 WARM_UP_ROUNDS = 3
+LEAST_ROUNDS = 5
+ENOUGH_ROUNDS = 30  # of a case that has used a third of its time
+COMPILE_LIMIT_S = 120
+COPY_BYTES = 256 << 20  # several times the largest cache
+CUDA_ELEMENTS = 64 << 20  # of one tensor: 128 MB in 16 bits, twice the L2 of an H200
+FLUSH_BYTES = 256 << 20  # CUDA: written between two measurements, so that nothing is found in the L2 (60 MB on an H200)
+HEAD_START_CYCLES = 1_000_000  # CUDA: the GPU idles that long while the host launches ahead of it; about 0.6 ms
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
     """One row of the table.
 
-    stock, ls: what is timed; each takes what ``prepare`` returns, which is made anew, untimed, before every call.
-    n_bytes: the bytes that the fused op must move through memory, reads and writes.
+    op, shape: name of the op (the stem of its files) and what is measured of it, dtype left out.
+    leaves: tensors on the device in the dtype, made once; those that require grad get a gradient. Also indices and masks.
+    eager: leaves -> output or tuple of outputs, by the faithful formula of what stock fairseq executes (a bias inside a product by
+        bias_of_product). Gradients of leaves that it does not use are skipped.
+    ls: the same by our op.
+    grad_outputs: gradients of the first outputs, as many as are given; None: no backward (optimizer steps, norms).
+    forward_bytes, backward_bytes: what the fused op must move through memory, reads + writes; None: memory is not its bound.
+    prepare: () -> leaves, made anew and untimed before each call, for ops that overwrite their inputs.
+    kernels: (forward, backward): our compiled ops called directly, ``torch.ops.ls.…``. forward: leaves -> anything; backward gets that.
+        backward is None where grad_outputs is.
+    compilable: formula for torch.compile, where eager's own code (an optimizer) is none that it could trace.
+    in_place: the op writes only what it has read (an update). Such stores cost no hidden read, so its share is that of an in-place pass.
     """
 
     op: str
     shape: str
-    stock: Callable
+    leaves: tuple[Tensor, ...]
+    eager: Callable
     ls: Callable
-    n_bytes: int
-    prepare: Callable = lambda: ()
+    grad_outputs: tuple[Tensor, ...] | None
+    forward_bytes: int | None
+    backward_bytes: int | None
+    prepare: Callable[[], tuple[Tensor, ...]] | None = None
+    kernels: tuple[Callable, Callable | None] | None = None
+    compilable: Callable | None = None
+    in_place: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Time:
+    """Medians of one contender; the reason where there are none."""
+
+    forward_ms: float | None = None
+    backward_ms: float | None = None
+    spread: float | None = None
+    why_not: str = ""
+
+    @property
+    def total_ms(self) -> float | None:
+        return None if self.forward_ms is None else self.forward_ms + (self.backward_ms or 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """Medians in ms; spread = half the distance between the quartiles over the median; gb_per_s of the fused op."""
+    """What was measured of a case. GB/s and shares of the bandwidth are (forward, backward), None where not bound by memory."""
 
     op: str
     shape: str
-    stock_ms: float
-    ls_ms: float
-    speedup: float
-    stock_spread: float
-    ls_spread: float
-    gb_per_s: float
-    copy_share: float
+    dtype: str
+    times: dict[str, Time]
+    rounds: int
+    compile_s: float | None
+    gb_per_s: tuple[float | None, float | None]
+    share: tuple[float | None, float | None]
+
+    def speedup(self, over: str, part: str = "total") -> float | None:
+        """How many times as fast ls is as eager, compiled or the better of both ("best"), in forward, backward or total."""
+        rivals = ("eager", "compiled") if over == "best" else (over,)
+        times = [getattr(self.times[name], f"{part}_ms") for name in rivals]
+        ours = getattr(self.times["ls"], f"{part}_ms")
+        known = [t for t in times if t is not None]
+        return min(known) / ours if known and ours else None
+
+    def to_json(self) -> dict:
+        row = dataclasses.asdict(self)
+        row["speedup"] = {
+            over: {part: self.speedup(over, part) for part in ("forward", "backward", "total")}
+            for over in ("eager", "compiled", "best")
+        }
+        return row
 
 
-def _once(function: Callable, arguments: tuple, device: torch.device) -> float:
-    if device.type == "cuda":
+def shapes_for(device: torch.device, shapes: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+    """(rows, columns) of a benchmark: as they are on a CPU; on a GPU each width once, with rows for CUDA_ELEMENTS."""
+    if device.type != "cuda":
+        return shapes
+    return tuple((CUDA_ELEMENTS // n_cols, n_cols) for n_cols in dict.fromkeys(n_cols for _, n_cols in shapes))
+
+
+class _BiasOfProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, bias):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, grad.sum(tuple(range(grad.dim() - 1)))
+
+
+def bias_of_product(x: Tensor, bias: Tensor) -> Tensor:
+    """For eager formulas: a bias that the product before has added already. It costs nothing forward, and backward the sum over the rows that
+    the product's own backward makes. (On a CPU stock's product pays for it forward too, by copying the bias into every row first.)"""
+    return _BiasOfProduct.apply(x, bias)
+
+
+# ---- One case ----
+
+
+def as_tuple(outputs) -> tuple:
+    return tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
+
+
+def gradients(case: Case, outputs, leaves: tuple[Tensor, ...], allow_unused: bool = False) -> tuple[Tensor | None, ...]:
+    """The backward that is timed."""
+    differentiated = as_tuple(outputs)[: len(case.grad_outputs)]
+    wanted = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+    return torch.autograd.grad(differentiated, wanted, case.grad_outputs, allow_unused=allow_unused)
+
+
+def contenders(case: Case, compiled: Callable | None) -> dict[str, tuple[Callable, Callable]]:
+    """Name -> (leaves -> outputs, (outputs, leaves) -> gradients)."""
+    found = {}
+    for name, forward in (("eager", case.eager), ("compiled", compiled), ("ls", case.ls)):
+        if forward is not None:
+            lenient = name != "ls"
+            found[name] = (forward, lambda out, leaves, lenient=lenient: gradients(case, out, leaves, lenient))
+    if case.kernels is not None:
+        forward, backward = case.kernels
+        found["kernel"] = (forward, lambda out, leaves: backward(out))
+    return found
+
+
+class Stopwatch:
+    """Seconds that a call takes: wall time on a CPU; on a GPU time between two events, caches flushed and launches queued before."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        if self.cuda:
+            self.flush = torch.empty(FLUSH_BYTES // 4, device=device)
+
+    def __call__(self, function: Callable, *arguments) -> tuple[float, object]:
+        if not self.cuda:
+            begin = time.perf_counter()
+            result = function(*arguments)
+            return time.perf_counter() - begin, result
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize()
+        self.flush.zero_()
+        torch.cuda._sleep(HEAD_START_CYCLES)
         start.record()
-        function(*arguments)
+        result = function(*arguments)
         end.record()
         torch.cuda.synchronize()
-        return start.elapsed_time(end) / 1e3
+        return start.elapsed_time(end) / 1e3, result
+
+
+@contextmanager
+def _below_autograd(wanted: bool) -> Iterator[None]:
+    if not wanted:
+        yield
+        return
+    with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
+        yield
+
+
+def _round(case: Case, name: str, calls: tuple[Callable, Callable], stopwatch: Stopwatch) -> tuple[float, float]:
+    leaves = case.leaves if case.prepare is None else case.prepare()
+    forward, backward = calls
+    with _below_autograd(name == "kernel"):
+        forward_s, outputs = stopwatch(forward, *leaves)
+        backward_s = 0.0
+        if case.grad_outputs is not None:
+            backward_s, _ = stopwatch(backward, outputs, leaves)
+    return forward_s, backward_s
+
+
+class CompileTimeout(BaseException):
+    """Raised through inductor, which catches every Exception."""
+
+
+def compile_formula(case: Case) -> tuple[Callable | None, float | None, str]:
+    """The compiled formula, both directions compiled by a first call; how long that took; why not."""
+
+    def stop(_signal, _frame):
+        raise CompileTimeout
+
+    torch._dynamo.reset()  # cases share their lambdas' code, of which dynamo keeps only so many versions
+    function = torch.compile(case.compilable or case.eager, fullgraph=True, dynamic=False)
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(COMPILE_LIMIT_S)
     begin = time.perf_counter()
-    function(*arguments)
-    return time.perf_counter() - begin
+    try:
+        leaves = case.leaves if case.prepare is None else case.prepare()
+        outputs = function(*leaves)
+        if case.grad_outputs is not None:
+            gradients(case, outputs, leaves, allow_unused=True)
+    except CompileTimeout:
+        return None, None, f"torch.compile took longer than {COMPILE_LIMIT_S} s"
+    except Exception as error:
+        return None, None, f"torch.compile: {_first_line(error)}"
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    return function, time.perf_counter() - begin, ""
 
 
-def _spread(times: list[float]) -> float:
-    first, _, third = statistics.quantiles(times, n=4)
-    return (third - first) / 2 / statistics.median(times)
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
 
 
-def measure(case: Case, copy_gb_per_s: float, device: torch.device) -> Result:
-    """Times stock and ls alternately, so that a change of the machine's speed meets both."""
-    times: dict[str, list[float]] = {"stock": [], "ls": []}
-    for round_ in range(10_000):
-        for name in times:
-            seconds = _once(getattr(case, name), case.prepare(), device)
-            if round_ >= WARM_UP_ROUNDS:
-                times[name].append(seconds)
-        if len(times["ls"]) >= MIN_ROUNDS and min(sum(t) for t in times.values()) >= MIN_SECONDS:
-            break
-        if len(times["ls"]) >= MIN_ROUNDS and sum(times["stock"]) >= 10 * MIN_SECONDS:
-            break
-    stock, ls = (statistics.median(times[name]) for name in ("stock", "ls"))
-    gb_per_s = case.n_bytes / ls / 1e9
-    return Result(
-        case.op,
-        case.shape,
-        stock * 1e3,
-        ls * 1e3,
-        stock / ls,
-        _spread(times["stock"]),
-        _spread(times["ls"]),
-        gb_per_s,
-        gb_per_s / copy_gb_per_s,
+def measure(
+    case: Case, dtype: str, bandwidth: Bandwidth, device: torch.device, seconds: float, with_compile: bool
+) -> Result:
+    """Times the contenders of a case in turn for about so many seconds, compilation excepted."""
+    compiled, compile_s, why_not = (
+        compile_formula(case) if with_compile else (None, None, "not asked for (--no-compile)")
+    )
+    calls = contenders(case, compiled)
+    reasons = {"compiled": why_not, "kernel": "the case gives no kernels"}
+    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
+    stopwatch = Stopwatch(device)
+    rounds, begin = -WARM_UP_ROUNDS, time.perf_counter()
+    gc.collect()
+    gc.disable()
+    torch._dynamo.config.error_on_recompile = True  # a formula compiled again for each call is no contender
+    try:
+        while True:
+            for name in tuple(calls):
+                try:
+                    sample = _round(case, name, calls[name], stopwatch)
+                except Exception as error:
+                    reasons[name] = _first_line(error)
+                    del calls[name]
+                    continue
+                if rounds >= 0:
+                    samples[name].append(sample)
+            rounds += 1
+            if rounds == 0:
+                begin = time.perf_counter()
+            used = time.perf_counter() - begin
+            if rounds >= LEAST_ROUNDS and (used >= seconds or (rounds >= ENOUGH_ROUNDS and used >= seconds / 3)):
+                break
+    finally:
+        gc.enable()
+        torch._dynamo.config.error_on_recompile = False
+    times = {name: _time(case, samples[name]) if name in calls else Time(why_not=reasons[name]) for name in CONTENDERS}
+    judged = times["kernel"] if times["kernel"].forward_ms is not None else times["ls"]
+    gb_per_s = tuple(
+        n_bytes / ms / 1e6 if n_bytes and ms else None
+        for n_bytes, ms in ((case.forward_bytes, judged.forward_ms), (case.backward_bytes, judged.backward_ms))
+    )
+    yardstick = bandwidth.in_place if case.in_place else bandwidth.copy
+    share = tuple(None if rate is None else rate / yardstick for rate in gb_per_s)
+    return Result(case.op, case.shape, dtype, times, rounds, compile_s, gb_per_s, share)
+
+
+def _time(case: Case, samples: list[tuple[float, float]]) -> Time:
+    forward, backward = zip(*samples, strict=True)
+    totals = [f + b for f, b in samples]
+    first, middle, third = statistics.quantiles(totals, n=4)
+    return Time(
+        statistics.median(forward) * 1e3,
+        None if case.grad_outputs is None else statistics.median(backward) * 1e3,
+        (third - first) / 2 / middle,
     )
 
 
-def copy_bandwidth(device: torch.device, n_bytes: int = 256 << 20) -> float:
-    """GB/s of a large copy, reads plus writes: the yardstick of every memory-bound op. Median of 15."""
+# ---- The machine ----
+
+
+@dataclasses.dataclass(frozen=True)
+class Bandwidth:
+    """GB/s of large buffers, reads plus writes. A plain store of a CPU reads the line that it overwrites; in place that read is the op's own.
+
+    copy_ (torch) and memmove (one call for each thread) are both copies; the faster one is the yardstick of ops that write elsewhere.
+    """
+
+    copy_: float
+    memmove: float | None
+    in_place: float
+
+    @property
+    def copy(self) -> float:
+        return max(self.copy_, self.memmove or 0.0)
+
+
+def measure_bandwidth(device: torch.device, n_bytes: int = COPY_BYTES) -> Bandwidth:
+    """Medians of 12 after 3, on memory that was touched before."""
     source = torch.ones(n_bytes // 4, device=device)
-    target = torch.empty_like(source).fill_(0)
-    times = [_once(target.copy_, (source,), device) for _ in range(18)][3:]
-    return 2 * n_bytes / statistics.median(times) / 1e9
+    target = torch.zeros_like(source)
+    stopwatch = Stopwatch(device)
+
+    def rate(function: Callable) -> float:
+        times = [stopwatch(function)[0] for _ in range(15)][3:]
+        return 2 * n_bytes / statistics.median(times) / 1e9
+
+    memmove = None
+    if device.type == "cpu":
+        n_threads = torch.get_num_threads()
+        part = n_bytes // n_threads
+        with ThreadPoolExecutor(n_threads) as pool:
+
+            def move(i: int) -> None:
+                ctypes.memmove(target.data_ptr() + i * part, source.data_ptr() + i * part, part)
+
+            memmove = rate(lambda: list(pool.map(move, range(n_threads))))
+    return Bandwidth(rate(lambda: target.copy_(source)), memmove, rate(target.neg_))
 
 
 def machine(device: torch.device) -> dict[str, str | int]:
     """What the figures depend on."""
     from ls_plugin import _library
 
-    def commit() -> str:
+    def output_of(*command: str) -> str:
         try:
-            return subprocess.run(
-                ["git", "describe", "--always", "--dirty"], cwd=ROOT, check=True, capture_output=True, text=True
-            ).stdout.strip()
-        except (OSError, subprocess.CalledProcessError):
+            done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+            return done.stdout.strip().splitlines()[0]
+        except (OSError, subprocess.CalledProcessError, IndexError):
             return "unknown"
 
     def processor() -> str:
@@ -123,12 +365,27 @@ def machine(device: torch.device) -> dict[str, str | int]:
         except (OSError, StopIteration):
             return platform.processor() or platform.machine()
 
+    def fairseq() -> str:
+        for name in ("fairseq-fixed", "fairseq"):
+            try:
+                return importlib.metadata.version(name)
+            except importlib.metadata.PackageNotFoundError:
+                continue
+        return "none"
+
+    gpu = {}
+    if device.type == "cuda":
+        driver = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        gpu = {"driver": driver, "cuda": torch.version.cuda or "none"}
     return {
         "processor": processor(),
+        **gpu,
         "cores": os.cpu_count() or 0,
         "threads": torch.get_num_threads(),
         "instruction_set": _library.status().isa,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "commit": commit(),
+        "fairseq": fairseq(),
+        "compiler": output_of("c++", "--version"),
+        "commit": output_of("git", "describe", "--always", "--dirty"),
     }

@@ -1,1 +1,1 @@
-"""One file per op: ``cases(device)`` yields what stock fairseq executes beside the fused op, forward and backward."""
+"""One file per op: ``cases(device, dtype)`` yields what stock fairseq executes beside the fused op, see harness.Case."""

@@ -1,26 +1,33 @@
 import torch
 import torch.nn.functional as F
-from harness import Case
+from harness import Case, bias_of_product, shapes_for
 
 from ls_plugin import ops
 
 P = 0.1
 
 
-def cases(device):
-    """Forward and backward. Stock adds the bias inside the matrix product before, so its side has no bias to add."""
+def cases(device, dtype):
     generator = torch.Generator().manual_seed(0)
-    for rows, columns in ((1024, 256), (1024, 512), (1024, 1024)):
-        x, residual, grad_y = (torch.randn(rows, columns, generator=generator).to(device) for _ in range(3))
-        bias = torch.randn(columns, generator=generator).to(device)
-        for leaf in (x, residual, bias):
-            leaf.requires_grad_()
+    seed = torch.tensor([5])
+    for n_rows, n_cols in shapes_for(device, ((32, 512), (1024, 256), (1024, 512), (1024, 1024))):
+        x, residual, grad_y = (torch.randn(n_rows, n_cols, generator=generator).to(device, dtype) for _ in range(3))
+        bias = torch.randn(n_cols, generator=generator).to(device, dtype)
 
-        def stock(x=x, residual=residual, grad_y=grad_y):
-            torch.autograd.grad(residual + F.dropout(x, P), (x, residual), grad_y)
+        def backward(_y, grad_y=grad_y):
+            return torch.ops.ls.bias_dropout_residual_backward(grad_y, P, seed, 0, True, True)
 
-        def ls(x=x, bias=bias, residual=residual, grad_y=grad_y):
-            torch.autograd.grad(ops.bias_dropout_residual(x, bias, residual, P), (x, bias, residual), grad_y)
-
-        # Forward reads x and the residual and writes y, backward reads grad_y and writes grad_x.
-        yield Case("bias_dropout_residual", f"{rows} x {columns}, p {P}", stock, ls, n_bytes=5 * x.numel() * 4)
+        yield Case(
+            op="bias_dropout_residual",
+            shape=f"{n_rows} x {n_cols}, p {P}",
+            leaves=tuple(leaf.requires_grad_() for leaf in (x, bias, residual)),
+            eager=lambda x, bias, residual: residual + F.dropout(bias_of_product(x, bias), P),
+            ls=lambda x, bias, residual: ops.bias_dropout_residual(x, bias, residual, P),
+            grad_outputs=(grad_y,),
+            forward_bytes=3 * x.nbytes,  # reads x and residual, writes y
+            backward_bytes=2 * x.nbytes,  # reads grad_y, writes grad_x
+            kernels=(
+                lambda x, bias, residual: torch.ops.ls.bias_dropout_residual_forward(x, bias, residual, P, seed, 0),
+                backward,
+            ),
+        )

@@ -5,34 +5,49 @@ from harness import Case
 
 from ls_plugin import ops
 
-EPSILON, PAD, N_TOKENS = 0.1, 1, 1024
+EPSILON, PAD = 0.1, 1
 
 
-def cases(device):
-    """Loss, nll and the gradient of the logits, as the criterion computes them."""
+def cases(device, dtype):
+    """The loss and the gradient of the logits, as the criterion computes them."""
     generator = torch.Generator().manual_seed(0)
-    for n_classes in (8_000, 32_000):
-        logits = torch.randn(N_TOKENS, n_classes, generator=generator).to(device)
-        target = torch.randint(4, n_classes, (N_TOKENS,), generator=generator).to(device)
+    scale = 1024.0 if dtype == torch.float16 else 1.0  # as the op has it: fp16 gradients are stored larger
+    tokens = 8192 if device.type == "cuda" else 1024
+    for n_tokens, n_classes in ((32, 8_000), (tokens, 8_000), (tokens, 32_000)):
+        logits = torch.randn(n_tokens, n_classes, generator=generator).to(device, dtype)
+        target = torch.randint(4, n_classes, (n_tokens,), generator=generator).to(device)
+        one = torch.ones((), device=device)
+        ones = torch.ones(n_tokens, device=device)
 
-        def prepare(logits=logits):
-            return (logits.clone().requires_grad_(),)
+        def prepare(logits=logits, target=target):
+            return logits.clone().requires_grad_(), target
 
-        def stock(leaf, target=target):
-            lprobs = utils.log_softmax(leaf, dim=-1)
-            loss, _ = label_smoothed_nll_loss(lprobs, target.unsqueeze(-1), EPSILON, ignore_index=PAD, reduce=True)
-            torch.autograd.grad(loss, leaf)
+        def eager(logits, target):
+            lprobs = utils.log_softmax(logits, dim=-1)
+            return label_smoothed_nll_loss(lprobs, target.unsqueeze(-1), EPSILON, ignore_index=PAD, reduce=True)[0]
 
-        def ls(leaf, target=target):
-            # * 1 would cost a pass that the projection before a real criterion does not: a view is no leaf and costs none.
-            loss, _ = ops.label_smoothed_cross_entropy(leaf.view_as(leaf), target, EPSILON, PAD, inplace=True)
-            torch.autograd.grad(loss.sum(), leaf)
+        def ls(logits, target):
+            # Only a leaf may not be overwritten; a real criterion gets the projection's output, and a view costs no pass either.
+            loss, _nll = ops.label_smoothed_cross_entropy(logits.view_as(logits), target, EPSILON, PAD, inplace=True)
+            return loss.sum()
+
+        def forward(logits, target):
+            torch.ops.ls.label_smoothed_cross_entropy_forward(logits, target, logits, EPSILON, PAD, scale)
+            return logits
+
+        def backward(grad, ones=ones):
+            torch.ops.ls.label_smoothed_cross_entropy_backward(grad, ones, 1.0 / scale)
 
         yield Case(
-            "label_smoothed_cross_entropy",
-            f"N {N_TOKENS}, V {n_classes:,}",
-            stock,
-            ls,
-            n_bytes=2 * logits.numel() * 4,
+            op="label_smoothed_cross_entropy",
+            shape=f"N {n_tokens}, V {n_classes:,}",
+            leaves=(logits, target),
+            eager=eager,
+            ls=ls,
+            grad_outputs=(one,),
+            forward_bytes=2 * logits.nbytes,  # reads the logits, writes their gradient over them
+            backward_bytes=2 * logits.nbytes if scale > 1.0 else None,  # a factor of one leaves the gradient alone
             prepare=prepare,
+            kernels=(forward, backward),
+            in_place=True,
         )

@@ -1,24 +1,37 @@
 import torch
 import torch.nn.functional as F
-from harness import Case
+from harness import Case, shapes_for
 
 from ls_plugin import ops
 
+EPS = 1e-5
 
-def cases(device):
-    """Forward and backward."""
+
+def cases(device, dtype):
     generator = torch.Generator().manual_seed(0)
-    for rows, columns in ((1024, 256), (1024, 512), (1024, 1024)):
-        x, grad_y = (torch.randn(rows, columns, generator=generator).to(device) for _ in range(2))
-        weight, bias = (torch.randn(columns, generator=generator).to(device) for _ in range(2))
+    for n_rows, n_cols in shapes_for(device, ((32, 512), (1024, 256), (1024, 512), (1024, 1024))):
+        x, grad_y = (torch.randn(n_rows, n_cols, generator=generator).to(device, dtype) for _ in range(2))
+        weight, bias = (torch.randn(n_cols, generator=generator).to(device, dtype) for _ in range(2))
         leaves = tuple(leaf.requires_grad_() for leaf in (x, weight, bias))
 
-        def stock(leaves=leaves, grad_y=grad_y, columns=columns):
-            x, weight, bias = leaves
-            torch.autograd.grad(F.layer_norm(x, (columns,), weight, bias), leaves, grad_y)
+        def eager(x, weight, bias):
+            return F.layer_norm(x, weight.shape, weight, bias, EPS)
 
-        def ls(leaves=leaves, grad_y=grad_y):
-            torch.autograd.grad(ops.layer_norm(*leaves), leaves, grad_y)
+        def forward(x, weight, bias):
+            return torch.ops.ls.layer_norm_forward(x, weight, bias, EPS)
 
-        # Forward reads x and writes y, backward reads grad_y and x and writes grad_x.
-        yield Case("layer_norm", f"{rows} x {columns}", stock, ls, n_bytes=5 * x.numel() * 4)
+        def backward(saved, x=x, weight=weight, grad_y=grad_y):
+            _y, mean, rstd = saved
+            return torch.ops.ls.layer_norm_backward(grad_y, x, weight, mean, rstd, True, True)
+
+        yield Case(
+            op="layer_norm",
+            shape=f"{n_rows} x {n_cols}",
+            leaves=leaves,
+            eager=eager,
+            ls=lambda x, weight, bias: ops.layer_norm(x, weight, bias, EPS),
+            grad_outputs=(grad_y,),
+            forward_bytes=2 * x.nbytes,  # reads x, writes y
+            backward_bytes=3 * x.nbytes,  # reads grad_y and x, writes grad_x
+            kernels=(forward, backward),
+        )
