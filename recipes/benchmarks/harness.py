@@ -138,7 +138,7 @@ class _BiasOfProduct(torch.autograd.Function):
 
 def bias_of_product(x: Tensor, bias: Tensor) -> Tensor:
     """For eager formulas: a bias that the product before has added already. It costs nothing forward, and backward the sum over the rows that
-    the product's own backward makes. (On a CPU stock's product pays for it forward too, by copying the bias into every row first.)"""
+    the product's own backward makes. Let the bias be zero and both sides agree. (On a CPU stock's product pays for it forward too, by copying the bias into every row first.)"""
     return _BiasOfProduct.apply(x, bias)
 
 
@@ -193,7 +193,7 @@ class Stopwatch:
 
 
 @contextmanager
-def _below_autograd(wanted: bool) -> Iterator[None]:
+def below_autograd(wanted: bool) -> Iterator[None]:
     if not wanted:
         yield
         return
@@ -204,7 +204,7 @@ def _below_autograd(wanted: bool) -> Iterator[None]:
 def _round(case: Case, name: str, calls: tuple[Callable, Callable], stopwatch: Stopwatch) -> tuple[float, float]:
     leaves = case.leaves if case.prepare is None else case.prepare()
     forward, backward = calls
-    with _below_autograd(name == "kernel"):
+    with below_autograd(name == "kernel"):
         forward_s, outputs = stopwatch(forward, *leaves)
         backward_s = 0.0
         if case.grad_outputs is not None:

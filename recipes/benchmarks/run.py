@@ -110,33 +110,33 @@ def draw(results: list[harness.Result], title: str, path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     dtypes = list(dict.fromkeys(result.dtype for result in results))
     panels = [[r for r in results if r.dtype == dtype] for dtype in dtypes]
     tallest = max(len(panel) for panel in panels)
-    figure, axes = pyplot.subplots(
-        1,
-        len(panels),
-        figsize=(3.5 + 4 * len(panels), 1.5 + 0.36 * tallest),
-        squeeze=False,
-        sharex=True,
-        layout="constrained",
-    )
+    size = (1.5 + 4.5 * len(panels), 1.6 + 0.4 * tallest)
+    figure, axes = pyplot.subplots(1, len(panels), figsize=size, squeeze=False, sharex=True, layout="constrained")
     for axis, dtype, panel in zip(axes[0], dtypes, panels, strict=True):
-        names = [f"{r.op}\n{r.shape}" for r in panel]
         for offset, over, color in ((-0.2, "eager", "tab:blue"), (0.2, "compiled", "tab:orange")):
-            gains = [r.speedup(over) or 0.0 for r in panel]
-            bars = axis.barh([i + offset for i in range(len(panel))], gains, 0.38, color=color, label=f"over {over}")
-            axis.bar_label(bars, [f"{g:.1f}" if g else "-" for g in gains], fontsize=6, padding=2)
+            gains = [r.speedup(over) for r in panel]
+            heights = [i + offset for i in range(len(panel))]
+            bars = axis.barh(
+                heights, [(g or 1.0) - 1.0 for g in gains], 0.38, left=1.0, color=color, label=f"over {over}"
+            )
+            axis.bar_label(bars, [f"{g:.1f}" if g else "-" for g in gains], fontsize=7, padding=2)
         axis.axvline(1.0, color="black", linewidth=0.8)
         axis.set_xscale("log")
-        axis.set_yticks(range(len(panel)), names, fontsize=6)
+        axis.xaxis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0)))
+        axis.xaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+        axis.xaxis.set_minor_formatter(ticker.NullFormatter())
+        axis.margins(x=0.15)
+        axis.set_yticks(range(len(panel)), [f"{r.op}\n{r.shape}" for r in panel], fontsize=7)
         axis.invert_yaxis()
         axis.set_title(dtype)
-        axis.set_xlabel("speed-up of ls, forward and backward")
-    axes[0][0].legend(loc="lower right", fontsize=7)
-    figure.suptitle(title, fontsize=8)
+    figure.supxlabel("speed-up of ls, forward and backward together", fontsize=9)
+    figure.suptitle(title, fontsize=9)
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower right", fontsize=8)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
 
