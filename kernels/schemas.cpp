@@ -27,6 +27,11 @@ STABLE_TORCH_LIBRARY_FRAGMENT(LS_NAMESPACE, m) {
       "label_smoothed_cross_entropy_forward(Tensor logits, Tensor target, Tensor(a!)? grad, float epsilon, int ignore_index,"
       " float grad_scale) -> (Tensor loss, Tensor nll)");
   m.def("label_smoothed_cross_entropy_backward(Tensor(a!) grad, Tensor grad_loss, float factor) -> ()");
+  // A sequence of products and the op before; written in ls_plugin/ops.
+  m.def(
+      "linear_cross_entropy_forward(Tensor x, Tensor weight, Tensor target, Tensor? token_weight, float epsilon, int "
+      "ignore_index,"
+      " bool needs_x_grad, bool needs_weight_grad) -> (Tensor loss, Tensor nll, Tensor grad_x, Tensor grad_weight)");
   m.def(
       "adam_step(Tensor(a!) param, Tensor(b!) grad, Tensor(c!) exp_avg, Tensor(d!) exp_avg_sq, Tensor? grad_scale, float lr,"
       " float beta1, float beta2, float eps, float weight_decay, int step, bool zero_grad) -> ()");

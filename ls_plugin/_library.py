@@ -95,7 +95,7 @@ def has_kernel(x: torch.Tensor) -> bool:
     """Whether the compiled kernels serve this tensor's device and dtype; the reference does otherwise."""
     if not _status.loaded or x.dtype not in KERNEL_DTYPES:
         return False
-    return x.device.type in ("cpu", "meta") or _serves(x.device)  # "meta": the fake kernels give shapes
+    return x.is_cpu or x.is_meta or _serves(x.device)  # meta: the fake kernels give shapes
 
 
 @functools.cache

@@ -28,32 +28,38 @@ class DifferentiableOp:
         self.stem, self.setup_context, self.backward = stem, setup_context, backward
         name = f"{stem}_forward"
 
-        def below_autograd(*args):
-            with torch._C._AutoDispatchBelowAutograd():
+        below_autograd = torch._C._AutoDispatchBelowAutograd
+        refused_if_used = once_differentiable(backward)
+
+        def call(*args):
+            with below_autograd():
                 return getattr(_library.kernels(), name).default(*args)
 
         class Function(torch.autograd.Function):
             @staticmethod
             def forward(ctx, *args):
-                output = below_autograd(*args)
+                output = call(*args)
                 setup_context(ctx, args, output)
                 return output
 
             @staticmethod
-            @once_differentiable
             def backward(ctx, *grads):
-                with torch._C._AutoDispatchBelowAutograd():
+                if torch.is_grad_enabled():  # somebody wants a second derivative
+                    return refused_if_used(ctx, *grads)
+                with below_autograd():
                     return backward(ctx, *grads)
 
-        self._name, self._below_autograd, self._function = name, below_autograd, Function
+        self._name, self._call, self._function = name, call, Function
 
     def __call__(self, *args) -> Tensor | tuple[Tensor, ...]:
         """Calls the forward; differentiable where a tensor among ``args`` requires a gradient."""
         if torch.compiler.is_compiling():
             return getattr(_library.kernels(), self._name)(*args)
-        if torch.is_grad_enabled() and any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
-            return self._function.apply(*args)
-        return self._below_autograd(*args)
+        if torch.is_grad_enabled():
+            for arg in args:
+                if isinstance(arg, Tensor) and arg.requires_grad:
+                    return self._function.apply(*args)
+        return self._call(*args)
 
     def register(self, namespace: str) -> None:
         """Autograd for direct callers of one build of the library."""

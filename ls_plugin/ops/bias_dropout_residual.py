@@ -77,7 +77,7 @@ def _backward(ctx, grad_y):
     drops = needs_x_grad and ctx.p > 0.0
     if drops or needs_bias_grad:
         (seed,) = ctx.saved_tensors
-        kernel_grad_x, kernel_grad_bias = _library.kernels().bias_dropout_residual_backward(
+        kernel_grad_x, kernel_grad_bias = _library.kernels().bias_dropout_residual_backward.default(
             grad_y.contiguous(), ctx.p, seed, ctx.offset, drops, needs_bias_grad
         )
         grad_x = kernel_grad_x if drops else grad_x

@@ -34,13 +34,29 @@ def check_matrix(op: str, name: str, x: Tensor) -> None:
     check(x.dim() >= 1, lambda: f"{op}: {name} must have at least one dimension, (..., C), got a scalar")
 
 
+def check_vocabulary(op: str, target: Tensor, n_classes: int, ignore_index: int) -> None:
+    """Each target is in [0, n_classes) or ignore_index; asked where it costs no wait for a device."""
+    if target.device.type != "cpu":
+        return
+    outside = ((target < 0) | (target >= n_classes)) & (target != ignore_index)
+    if outside.any():
+        position = int(outside.nonzero()[0])
+        raise RuntimeError(
+            f"{op}: target {int(target[position])} at position {position} is outside the vocabulary of {n_classes} "
+            "entries; was the data preprocessed with another dictionary?"
+        )
+
+
 def to_common_dtype(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """The tensors in the dtype that torch would compute them in: under autocast a bf16 product meets an fp32 residual, and the sum is
     fp32. Tensors of one dtype come back as they are."""
-    dtypes = {t.dtype for t in tensors if t is not None}
-    if len(dtypes) == 1:
+    first = next(t.dtype for t in tensors if t is not None)
+    for t in tensors:
+        if t is not None and t.dtype is not first:
+            break
+    else:
         return tensors
-    dtype = functools.reduce(torch.promote_types, dtypes)
+    dtype = functools.reduce(torch.promote_types, [t.dtype for t in tensors if t is not None])
     return tuple(None if t is None else t.to(dtype) for t in tensors)
 
 

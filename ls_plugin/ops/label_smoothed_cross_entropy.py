@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ls_plugin import _library, reference
-from ls_plugin.ops.checks import check
+from ls_plugin.ops.checks import check, check_vocabulary
 
 _OP = "label_smoothed_cross_entropy"
 
@@ -51,7 +51,7 @@ def label_smoothed_cross_entropy(
         loss, nll = _LabelSmoothedCrossEntropy.apply(logits, target, epsilon, ignore_index, inplace, grad_enabled)
     else:
         _check(logits, target)
-        _check_vocabulary(logits, target, ignore_index)
+        check_vocabulary(_OP, target, logits.shape[1], ignore_index)
         loss, nll = reference.label_smoothed_cross_entropy(logits, target, epsilon, ignore_index)
         nll = nll.detach()
     return loss.view(shape), nll.view(shape)
@@ -70,7 +70,7 @@ class _LabelSmoothedCrossEntropy(torch.autograd.Function):
                 grad = torch.empty_like(logits)
             # Under torch.compile memory is functional, and there is no version to compare.
             ctx.version = None if torch.compiler.is_compiling() else grad._version
-        loss, nll = _library.kernels().label_smoothed_cross_entropy_forward(
+        loss, nll = _library.kernels().label_smoothed_cross_entropy_forward.default(
             logits, target, grad, epsilon, ignore_index, ctx.grad_scale
         )
         # Not in save_for_backward, which would hold a second reference: the backward hands this very memory on.
@@ -94,7 +94,7 @@ class _LabelSmoothedCrossEntropy(torch.autograd.Function):
                 f"{_OP}: the logits' memory, which holds the gradient after inplace=True, was modified by an inplace operation "
                 "before the backward; call it with inplace=False"
             )
-        _library.kernels().label_smoothed_cross_entropy_backward(grad, grad_loss, 1.0 / ctx.grad_scale)
+        _library.kernels().label_smoothed_cross_entropy_backward.default(grad, grad_loss, 1.0 / ctx.grad_scale)
         return grad, None, None, None, None, None
 
 
@@ -106,19 +106,6 @@ def _check(logits, target):
         lambda: f"{_OP}: target must have shape (N,) = ({rows},), got {tuple(target.shape)}",
     )
     check(target.dtype == torch.int64, lambda: f"{_OP}: target must be Long, got {target.dtype}")
-
-
-def _check_vocabulary(logits, target, ignore_index):
-    """As the binding does, where it costs no wait for a device."""
-    if target.device.type != "cpu":
-        return
-    outside = ((target < 0) | (target >= logits.shape[1])) & (target != ignore_index)
-    if outside.any():
-        position = int(outside.nonzero()[0])
-        raise RuntimeError(
-            f"{_OP}: target {int(target[position])} at position {position} is outside the vocabulary of {logits.shape[1]} "
-            "entries; was the data preprocessed with another dictionary?"
-        )
 
 
 def _forward_fake(logits, target, grad, epsilon, ignore_index, grad_scale):

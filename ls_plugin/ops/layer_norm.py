@@ -64,7 +64,7 @@ def _backward(ctx, grad_y, _grad_mean, _grad_rstd):
         return None, None, None, None
     x, weight, mean, rstd = ctx.saved_tensors
     _, needs_weight_grad, needs_bias_grad, _ = ctx.needs_input_grad
-    grad_x, grad_weight, grad_bias = _library.kernels().layer_norm_backward(
+    grad_x, grad_weight, grad_bias = _library.kernels().layer_norm_backward.default(
         grad_y.contiguous(), x, weight, mean, rstd, needs_weight_grad, needs_bias_grad
     )
     return grad_x, grad_weight if needs_weight_grad else None, grad_bias if needs_bias_grad else None, None

@@ -9,6 +9,7 @@ from ls_plugin.reference.bias_dropout_residual import bias_dropout_residual
 from ls_plugin.reference.dropout import dropout_keep_mask, dropout_scale, dropout_threshold
 from ls_plugin.reference.label_smoothed_cross_entropy import label_smoothed_cross_entropy
 from ls_plugin.reference.layer_norm import layer_norm
+from ls_plugin.reference.linear_cross_entropy import linear_cross_entropy
 
 __all__ = [
     "adam_step",
@@ -18,4 +19,5 @@ __all__ = [
     "dropout_threshold",
     "label_smoothed_cross_entropy",
     "layer_norm",
+    "linear_cross_entropy",
 ]

@@ -27,8 +27,9 @@ def test_saved_bytes(case):
     for node in nodes:
         nodes += [parent for parent, _ in node.next_functions if parent is not None]
         for value in getattr(node, "__dict__", {}).values():
-            if isinstance(value, torch.Tensor):
-                pack(value)
+            for t in value if isinstance(value, tuple) else (value,):
+                if isinstance(t, torch.Tensor):
+                    pack(t)
     given = {mask.untyped_storage().data_ptr() for mask in case.masks}
     made = [dtype for pointer, (_, dtype) in saved.items() if pointer not in given]
     assert not {torch.bool, torch.uint8} & set(made), "a mask was made and saved"

@@ -1,0 +1,36 @@
+import torch
+import torch.nn.functional as F
+from fairseq import utils
+from fairseq.criterions.label_smoothed_cross_entropy import label_smoothed_nll_loss
+from harness import Case
+
+from ls_plugin import ops
+
+EPSILON, PAD = 0.1, 1
+
+
+def cases(device, dtype):
+    """Projection, loss and the gradients of both factors. Bound by arithmetic, so no bytes are given."""
+    generator = torch.Generator().manual_seed(0)
+    for n_tokens, n_cols, n_classes in ((1024, 256, 8_000), (1024, 512, 32_000)):
+        x = torch.randn(n_tokens, n_cols, generator=generator).to(device, dtype)
+        weight = (torch.randn(n_classes, n_cols, generator=generator) * n_cols**-0.5).to(device, dtype)
+        target = torch.randint(4, n_classes, (n_tokens,), generator=generator).to(device)
+
+        def eager(x, weight, target=target):
+            lprobs = utils.log_softmax(F.linear(x, weight), dim=-1)
+            return label_smoothed_nll_loss(lprobs, target.unsqueeze(-1), EPSILON, ignore_index=PAD, reduce=True)[0]
+
+        def ls(x, weight, target=target):
+            return ops.linear_cross_entropy(x, weight, target, EPSILON, PAD)[0]
+
+        yield Case(
+            op="linear_cross_entropy",
+            shape=f"N {n_tokens}, C {n_cols}, V {n_classes:,}",
+            leaves=(x.requires_grad_(), weight.requires_grad_()),
+            eager=eager,
+            ls=ls,
+            grad_outputs=(torch.ones((), device=device),),
+            forward_bytes=None,
+            backward_bytes=None,
+        )
