@@ -33,6 +33,13 @@ STABLE_TORCH_LIBRARY_FRAGMENT(LS_NAMESPACE, m) {
       "ignore_index,"
       " bool needs_x_grad, bool needs_weight_grad) -> (Tensor loss, Tensor nll, Tensor grad_x, Tensor grad_weight)");
   m.def(
+      "attention_softmax_forward(Tensor scores, Tensor? key_padding_mask, Tensor? bias, bool causal, float scale, float p,"
+      " Tensor? seed, int offset, bool needs_lse) -> (Tensor probs, Tensor lse)");
+  m.def(
+      "attention_softmax_backward(Tensor grad_probs, Tensor saved, Tensor? lse, Tensor? key_padding_mask, Tensor? bias, bool "
+      "causal,"
+      " float scale, float p, Tensor? seed, int offset) -> Tensor grad_scores");
+  m.def(
       "adam_step(Tensor(a!) param, Tensor(b!) grad, Tensor(c!) exp_avg, Tensor(d!) exp_avg_sq, Tensor? grad_scale, float lr,"
       " float beta1, float beta2, float eps, float weight_decay, int step, bool zero_grad) -> ()");
 }
@@ -46,6 +53,8 @@ void implement(torch::stable::detail::StableLibrary& m) {
   m.impl("layer_norm_backward", TORCH_BOX(&ls::layer_norm_backward));
   m.impl("label_smoothed_cross_entropy_forward", TORCH_BOX(&ls::label_smoothed_cross_entropy_forward));
   m.impl("label_smoothed_cross_entropy_backward", TORCH_BOX(&ls::label_smoothed_cross_entropy_backward));
+  m.impl("attention_softmax_forward", TORCH_BOX(&ls::attention_softmax_forward));
+  m.impl("attention_softmax_backward", TORCH_BOX(&ls::attention_softmax_backward));
   m.impl("adam_step", TORCH_BOX(&ls::adam_step));
 }
 

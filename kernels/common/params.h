@@ -95,6 +95,40 @@ struct LabelSmoothedCrossEntropyBackward {
   DType dtype;
 };
 
+// A matrix of attention scores (B, H, T, S) and what bends it before the softmax. Row (b, h, t) sees key s unless padding[b, s] or,
+// when causal, s > t + (S - T): the last query sees all keys. z = scale * score + bias where it sees, -inf elsewhere.
+struct AttentionScores {
+  const bool* padding;  // (B, S), true at padding, or null
+  const void* bias;     // scalar, or null; element (b, h, t, s) at b, h, t by bias_strides and then s
+  int64_t bias_strides[3];
+  int64_t n_rows, n_heads, n_queries, n_keys;  // B * H * T, H, T, S
+  float scale;
+  bool causal;
+};
+
+// probs = dropout(softmax(z)), lse = log sum exp z. A row that sees no key gives probs 0 and lse +inf. Keys that causality hides
+// are not read.
+struct AttentionSoftmaxForward {
+  AttentionScores z;
+  const void* scores;  // scalar (B, H, T, S)
+  void* probs;         // scalar (B, H, T, S)
+  float* lse;          // (B, H, T) or null
+  Dropout dropout;
+  DType dtype;
+};
+
+// With P = softmax(z) and g = dropout(grad_probs) by the forward's mask: grad_scores = scale * P * (g - sum(g P)), one reduction.
+// Without dropout P is the forward's output, else it is computed again as exp(z - lse).
+struct AttentionSoftmaxBackward {
+  AttentionScores z;
+  const void* grad_probs;  // scalar (B, H, T, S)
+  const void* saved;       // scalar (B, H, T, S): the scores when lse is given, else P
+  const float* lse;        // (B, H, T) or null
+  void* grad_scores;       // scalar (B, H, T, S), 0 where the row does not see the key
+  Dropout dropout;
+  DType dtype;
+};
+
 // fairseq's Adam, element by element, in fp32:
 //   g = grad * grad_scale
 //   exp_avg    = beta1 exp_avg + (1 - beta1) g

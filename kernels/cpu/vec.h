@@ -200,6 +200,39 @@ inline void store_n(scalar_t* p, vfloat v, int64_t n) {
   store_tail(p, v, n);
 }
 
+// The last vector of a row that is no multiple of kLanes, moved back to end with the row; `fresh` are the lanes that no vector
+// before it held. A row's rest then costs a vector and not a loop over elements, which in rows of 27 is most of the time.
+struct Overlap {
+  vint fresh;
+};
+template <typename scalar_t>
+inline vfloat load_n(const scalar_t* p, Overlap, float = 0.0f) {
+  return load(p);
+}
+template <typename scalar_t>
+inline void store_n(scalar_t* p, vfloat v, Overlap) {
+  store(p, v);
+}
+
+// for_each_vector for bodies that may meet an element twice: those that write no input of theirs, and that sum only fresh(v, n).
+// Rows shorter than a vector still go by load_tail and store_tail.
+template <typename Body>
+inline void for_each_vector_overlapping(int64_t n_elem, Body&& body) {
+  int64_t i = 0;
+  for (; i + kLanes <= n_elem; i += kLanes) body(i, std::integral_constant<int, kLanes>{});
+  if (i == n_elem) return;
+  if (n_elem < kLanes) return body(i, n_elem);
+  vint lane;
+  for (int k = 0; k < kLanes; ++k) lane[k] = k;
+  const int64_t last = n_elem - kLanes;
+  body(last, Overlap{lane >= static_cast<int32_t>(i - last)});
+}
+template <typename N>
+inline vfloat fresh(vfloat v, N) {
+  return v;
+}
+inline vfloat fresh(vfloat v, Overlap n) { return n.fresh ? v : vfloat{}; }
+
 inline vfloat vsqrt(vfloat v) {
 #if defined(__AVX512F__)
   return reinterpret_cast<vfloat>(_mm512_sqrt_ps(reinterpret_cast<__m512>(v)));

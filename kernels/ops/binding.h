@@ -121,6 +121,18 @@ inline const void* in(const Tensor& t, const char* name) {
 #endif
   return p;
 }
+// The same for a view with strides, 0 among them: its first element. The extent is from there to its last one.
+inline const void* in_strided(const Tensor& t, const char* name) {
+  const void* p = t.const_data_ptr();
+#if defined(LS_SIMT)
+  int64_t n_elem = t.numel() > 0 ? 1 : 0;
+  for (int64_t i = 0; n_elem > 0 && i < t.dim(); ++i) n_elem += (t.size(i) - 1) * t.stride(i);
+  simt::register_region(p, n_elem * t.element_size(), /*writable=*/false, name);
+#else
+  (void)name;
+#endif
+  return p;
+}
 inline void* out(const Tensor& t, const char* name) {
   void* p = t.mutable_data_ptr();
 #if defined(LS_SIMT)

@@ -27,6 +27,13 @@ std::tuple<Tensor, Tensor> label_smoothed_cross_entropy_forward(const Tensor& lo
                                                                 int64_t ignore_index, double grad_scale);
 void label_smoothed_cross_entropy_backward(const Tensor& grad, const Tensor& grad_loss, double factor);
 
+std::tuple<Tensor, Tensor> attention_softmax_forward(const Tensor& scores, const OptionalTensor& key_padding_mask,
+                                                     const OptionalTensor& bias, bool causal, double scale, double p,
+                                                     const OptionalTensor& seed, int64_t offset, bool needs_lse);
+Tensor attention_softmax_backward(const Tensor& grad_probs, const Tensor& saved, const OptionalTensor& lse,
+                                  const OptionalTensor& key_padding_mask, const OptionalTensor& bias, bool causal, double scale,
+                                  double p, const OptionalTensor& seed, int64_t offset);
+
 void adam_step(const Tensor& param, const Tensor& grad, const Tensor& exp_avg, const Tensor& exp_avg_sq,
                const OptionalTensor& grad_scale, double lr, double beta1, double beta2, double eps, double weight_decay,
                int64_t step, bool zero_grad);

@@ -86,6 +86,11 @@ class Template:
 # by element are not asked; a kernel that has no other kind is None.
 LEAST_VECTOR_ACCESSES: dict[str, Callable[[Template], tuple[int, int]] | None] = {
     "adam_step_kernel": lambda t: (2, 2) if "true" in t.text else (0, 0),  # the moments; param and grad may be 8 bytes
+    # numbers[1] groups per thread: scores, bias; grad_probs, the saved matrix as one of two, bias
+    "attention_softmax_forward_kernel": lambda t: (2 * t.numbers[1] * t.per_group, t.numbers[1] * t.per_group),
+    "attention_softmax_forward_long_kernel": lambda t: (4 * t.per_group, t.per_group),
+    "attention_softmax_backward_kernel": lambda t: (4 * t.numbers[1] * t.per_group, t.numbers[1] * t.per_group),
+    "attention_softmax_backward_long_kernel": lambda t: (8 * t.per_group, t.per_group),
     "bias_dropout_residual_forward_kernel": lambda t: (3 * t.per_group, t.per_group),  # x, bias, residual; y
     "bias_dropout_residual_backward_kernel": lambda t: (t.per_group, t.per_group),
     "finish_column_sums_kernel": None,
