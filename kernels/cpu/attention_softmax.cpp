@@ -69,22 +69,18 @@ class RowDraws {
     if (dropout_.threshold == 0) return nullptr;
     if (rows_per_fill_ == 1) {
       const int64_t first = begin / kDropoutGroup;
-      fill(row * groups_per_row_ + first, dropout_groups_per_row(end) - first, draws_.get() + first * kDropoutGroup);
+      philox_fill(dropout_, row * groups_per_row_ + first, dropout_groups_per_row(end) - first,
+                  draws_.get() + first * kDropoutGroup);
       return draws_.get();
     }
     if (row >= filled_end_) {
       filled_begin_ = row, filled_end_ = std::min(row + rows_per_fill_, row_end_);
-      fill(row * groups_per_row_, (filled_end_ - row) * groups_per_row_, draws_.get());
+      philox_fill(dropout_, row * groups_per_row_, (filled_end_ - row) * groups_per_row_, draws_.get());
     }
     return draws_.get() + (row - filled_begin_) * groups_per_row_ * kDropoutGroup;
   }
 
  private:
-  void fill(int64_t first_group, int64_t n_groups, uint16_t* out) const {
-    for (int64_t g = 0; g < n_groups; g += kLanes)
-      philox_block(dropout_.seed, static_cast<uint64_t>(first_group + g), dropout_.offset, out + g * kDropoutGroup);
-  }
-
   const Dropout& dropout_;
   int64_t groups_per_row_, row_end_, rows_per_fill_ = 1, filled_begin_ = 0, filled_end_ = 0;
   std::unique_ptr<uint16_t[]> draws_;

@@ -40,42 +40,63 @@ inline vuint64 unpack_high(vuint64 a, vuint64 b) {
 #endif
 }
 
-// Draws of the groups [first, first + kLanes), as the 16-bit integers of 8 kLanes consecutive elements.
+// The low 32 bits of each 64-bit lane from `low`, the high ones from the low bits of `high`.
+inline vuint64 join(vuint64 low, vuint64 high) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<vuint64>(
+      _mm512_mask_blend_epi32(0xAAAA, reinterpret_cast<__m512i>(low), reinterpret_cast<__m512i>(high << 32)));
+#elif defined(__AVX2__)
+  return reinterpret_cast<vuint64>(
+      _mm256_blend_epi32(reinterpret_cast<__m256i>(low), reinterpret_cast<__m256i>(high << 32), 0xAA));
+#else
+  return (low & 0xFFFFFFFFu) | (high << 32);
+#endif
+}
+
+// Draws of the groups [first, first + n_groups), rounded up to kLanes of them, as the 16-bit integers of 8 consecutive elements each.
 //
 // A 64-bit lane holds one group and the low 32 bits count: the products are 64 bits wide, the multiplier ignores the upper half
-// of its factors, and what xor leaves there does no harm. So a round is 2 products, 2 shifts and 4 xors, with no blends.
-inline void philox_block(uint64_t seed, uint64_t first, uint64_t offset, uint16_t* out) {
+// of its factors, and what xor leaves there does no harm. So a round is 2 products, 2 shifts and 4 xors, with no blends. The round keys
+// are made once, as vectors in memory: broadcast in each round they cost a quarter of the time. Two vectors at a time, so that one
+// works while the other waits; with more, the registers run out. On an EPYC 0.41 ms per million elements and core.
+inline void philox_fill(const Dropout& dropout, uint64_t first, int64_t n_groups, uint16_t* out) {
   constexpr int kQuarters = kLanes / 4;   // 128-bit quarters of a vector
-  constexpr uint64_t kHalf = kLanes / 2;  // groups in one vector; two vectors, so that one works while the other waits
+  constexpr uint64_t kHalf = kLanes / 2;  // groups in one vector
   vuint64 order{};
   for (int q = 0; q < kQuarters; ++q) {
     order[2 * q] = q;  // the two stores below then come out in order
     order[2 * q + 1] = kQuarters + q;
   }
-  vuint64 c0[2], c1[2], c2[2], c3[2];
-  for (int h = 0; h < 2; ++h) {
-    c0[h] = order + (first + h * kHalf);
-    c1[h] = c0[h] >> 32;
-    c2[h] = (offset & 0xFFFFFFFFu) - vuint64{};
-    c3[h] = (offset >> 32) - vuint64{};
+  vuint64 key0[kPhiloxRounds], key1[kPhiloxRounds];
+  uint32_t k0 = static_cast<uint32_t>(dropout.seed), k1 = static_cast<uint32_t>(dropout.seed >> 32);
+  for (int round = 0; round < kPhiloxRounds; ++round, k0 += kPhiloxW0, k1 += kPhiloxW1) {
+    key0[round] = uint64_t{k0} - vuint64{};
+    key1[round] = uint64_t{k1} - vuint64{};
   }
   const vuint64 m0 = uint64_t{kPhiloxM0} - vuint64{}, m1 = uint64_t{kPhiloxM1} - vuint64{};
-  uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
-  for (int round = 0; round < kPhiloxRounds; ++round) {
+  const vuint64 offset_low = (dropout.offset & 0xFFFFFFFFu) - vuint64{}, offset_high = (dropout.offset >> 32) - vuint64{};
+  for (int64_t g = 0; g < n_groups; g += kLanes) {
+    vuint64 c0[2], c1[2], c2[2], c3[2];
     for (int h = 0; h < 2; ++h) {
-      const vuint64 p0 = multiply_even(c0[h], m0), p1 = multiply_even(c2[h], m1);
-      c0[h] = (p1 >> 32) ^ c1[h] ^ uint64_t { k0 };
-      c2[h] = (p0 >> 32) ^ c3[h] ^ uint64_t { k1 };
-      c1[h] = p1;
-      c3[h] = p0;
+      c0[h] = order + (first + g + h * kHalf);
+      c1[h] = c0[h] >> 32;
+      c2[h] = offset_low;
+      c3[h] = offset_high;
     }
-    k0 += kPhiloxW0;
-    k1 += kPhiloxW1;
-  }
-  for (int h = 0; h < 2; ++h) {
-    const vuint64 words01 = (c0[h] & 0xFFFFFFFFu) | (c1[h] << 32), words23 = (c2[h] & 0xFFFFFFFFu) | (c3[h] << 32);
-    const vuint64 groups[2] = {unpack_low(words01, words23), unpack_high(words01, words23)};
-    std::memcpy(out + h * kHalf * kDropoutGroup, groups, sizeof(groups));
+    for (int round = 0; round < kPhiloxRounds; ++round) {
+      for (int h = 0; h < 2; ++h) {
+        const vuint64 p0 = multiply_even(c0[h], m0), p1 = multiply_even(c2[h], m1);
+        c0[h] = (p1 >> 32) ^ (c1[h] ^ key0[round]);
+        c2[h] = (p0 >> 32) ^ (c3[h] ^ key1[round]);
+        c1[h] = p1;
+        c3[h] = p0;
+      }
+    }
+    for (int h = 0; h < 2; ++h) {
+      const vuint64 words01 = join(c0[h], c1[h]), words23 = join(c2[h], c3[h]);
+      const vuint64 groups[2] = {unpack_low(words01, words23), unpack_high(words01, words23)};
+      std::memcpy(out + (g + h * kHalf) * kDropoutGroup, groups, sizeof(groups));
+    }
   }
 }
 
@@ -91,8 +112,7 @@ inline void for_each_dropout_segment(const Dropout& dropout, int64_t row_begin, 
   alignas(64) uint16_t draws[(kBufferGroups + kLanes) * kDropoutGroup];
   const int64_t groups_per_row = dropout_groups_per_row(n_cols);
   const auto fill = [&](int64_t first_group, int64_t n_groups) {
-    for (int64_t g = 0; g < n_groups; g += kLanes)
-      philox_block(dropout.seed, static_cast<uint64_t>(first_group + g), dropout.offset, draws + g * kDropoutGroup);
+    philox_fill(dropout, static_cast<uint64_t>(first_group), n_groups, draws);
   };
   if (groups_per_row <= kBufferGroups) {
     const int64_t rows_per_fill = kBufferGroups / groups_per_row;
