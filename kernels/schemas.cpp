@@ -15,6 +15,10 @@
 #endif
 
 STABLE_TORCH_LIBRARY_FRAGMENT(LS_NAMESPACE, m) {
+  m.def("bias_act_dropout_forward(Tensor x, Tensor? bias, int activation, float p, Tensor? seed, int offset) -> Tensor");
+  m.def(
+      "bias_act_dropout_backward(Tensor grad_y, Tensor saved, Tensor? bias, int activation, float p, Tensor? seed, int offset,"
+      " bool needs_bias_grad) -> (Tensor grad_x, Tensor grad_bias)");
   m.def("bias_dropout_residual_forward(Tensor x, Tensor? bias, Tensor? residual, float p, Tensor? seed, int offset) -> Tensor");
   m.def(
       "bias_dropout_residual_backward(Tensor grad_y, float p, Tensor? seed, int offset, bool needs_x_grad,"
@@ -47,6 +51,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(LS_NAMESPACE, m) {
 namespace {
 
 void implement(torch::stable::detail::StableLibrary& m) {
+  m.impl("bias_act_dropout_forward", TORCH_BOX(&ls::bias_act_dropout_forward));
+  m.impl("bias_act_dropout_backward", TORCH_BOX(&ls::bias_act_dropout_backward));
   m.impl("bias_dropout_residual_forward", TORCH_BOX(&ls::bias_dropout_residual_forward));
   m.impl("bias_dropout_residual_backward", TORCH_BOX(&ls::bias_dropout_residual_backward));
   m.impl("layer_norm_forward", TORCH_BOX(&ls::layer_norm_forward));

@@ -1,17 +1,73 @@
 // What a binding hands to a launcher: raw pointers, sizes and constants, free of torch. The same structs serve the CPU
 // kernels, the CUDA kernels and the CUDA kernels under the SIMT harness.
 //
-// N: rows (tokens), C: model width, V: vocabulary. `scalar` stands for the element type that `dtype` names. All tensors are
+// N: rows (tokens), C: model width, F: feed-forward width, V: vocabulary. `scalar` stands for the element type that `dtype` names. All tensors are
 // contiguous and row-major; sizes and offsets are 64-bit. Outputs are overwritten (=) unless a comment says +=.
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "common/philox.h"
 
 namespace ls {
 
 enum class DType : int32_t { kFloat32, kFloat16, kBFloat16 };
+
+// fairseq's activation functions; ls_plugin/ops/bias_act_dropout.py names them in the same order. Its "linear" is
+// bias_dropout_residual without a residual.
+enum class Activation : int32_t { kRelu, kGelu, kGeluAccurate, kTanh, kReluSquared };
+constexpr int32_t kNumActivations = 5;
+
+// Calls body(std::integral_constant<Activation, ...>{}).
+template <typename Body>
+void with_activation(Activation activation, Body&& body) {
+  switch (activation) {
+    case Activation::kRelu:
+      return body(std::integral_constant<Activation, Activation::kRelu>{});
+    case Activation::kGelu:
+      return body(std::integral_constant<Activation, Activation::kGelu>{});
+    case Activation::kGeluAccurate:
+      return body(std::integral_constant<Activation, Activation::kGeluAccurate>{});
+    case Activation::kTanh:
+      return body(std::integral_constant<Activation, Activation::kTanh>{});
+    case Activation::kReluSquared:
+      return body(std::integral_constant<Activation, Activation::kReluSquared>{});
+  }
+}
+
+// y = dropout(act(x + bias))
+struct BiasActDropoutForward {
+  const void* x;     // scalar (N, F)
+  const void* bias;  // scalar (F,) or null
+  void* y;           // scalar (N, F)
+  int64_t n_rows, n_cols;
+  Activation activation;
+  Dropout dropout;
+  DType dtype;
+};
+
+// grad_x = dropout(grad_y) * act'(x + bias) with the forward's mask; grad_bias = sum over rows of grad_x (before rounding to scalar).
+//
+// relu and tanh save y, which the product that follows keeps alive anyway, the others x. For relu y tells the mask as well: an
+// element was kept and positive exactly where y != 0 (the scale is at least 1, and a sum of two 16-bit numbers that is not 0 is no
+// smaller than the smallest of them, so nothing underflows). Hence relu's backward makes no draw.
+struct BiasActDropoutBackward {
+  const void* grad_y;  // scalar (N, F)
+  const void* saved;   // scalar (N, F): y where saves_output(activation), else x
+  const void* bias;    // scalar (F,) or null; unread where y is saved
+  void* grad_x;        // scalar (N, F)
+  void* grad_bias;     // scalar (F,) or null
+  float* partials;     // workspace (n_partials, F) when grad_bias is wanted, else null
+  int64_t n_partials;
+  int64_t n_rows, n_cols;
+  Activation activation;
+  Dropout dropout;
+  DType dtype;
+};
+constexpr bool saves_output(Activation activation) {
+  return activation == Activation::kRelu || activation == Activation::kTanh;
+}
 
 // y = residual + dropout(x + bias)
 struct BiasDropoutResidualForward {

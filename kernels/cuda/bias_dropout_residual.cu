@@ -19,34 +19,13 @@ namespace {
 
 static_assert(kTileColumns == kDropoutGroup, "a thread's columns are one draw of dropout");
 
-// Rows per thread once the tiles are plenty: the bias and the address arithmetic are shared among them. Below kManyBlocks,
-// seven for each of an H200's 132 multiprocessors, more blocks are worth more.
-constexpr int64_t kRowsPerThread = 4;
-constexpr int64_t kManyBlocks = 1024;
-
-// Where a thread stands: columns [col, col + n_valid) of the rows row_begin, row_begin + blockDim.y, … below row_end.
-struct Position {
-  int64_t chunk, col, n_valid, row_begin, row_end;
-
-  __device__ __forceinline__ Position(int64_t n_rows, int64_t n_cols, unsigned n_col_blocks, int64_t rows_per_chunk) {
-    chunk = blockIdx.x / n_col_blocks;
-    const int64_t group = static_cast<int64_t>(blockIdx.x % n_col_blocks) * blockDim.x + threadIdx.x;
-    col = group * kTileColumns;
-    n_valid = n_cols - col;
-    row_begin = chunk * rows_per_chunk + threadIdx.y;
-    row_end = (chunk + 1) * rows_per_chunk;
-    if (row_end > n_rows) row_end = n_rows;
-    if (n_valid <= 0) row_end = 0;  // beyond the last column: no rows, but the thread still meets the block's barriers
-  }
-};
-
 template <typename scalar_t, int kWidth>
 __global__ void __launch_bounds__(kTileThreads)
     bias_dropout_residual_forward_kernel(const BiasDropoutResidualForward a, unsigned n_col_blocks, int64_t rows_per_chunk) {
   const auto* x = static_cast<const scalar_t*>(a.x);
   const auto* residual = static_cast<const scalar_t*>(a.residual);
   auto* y = static_cast<scalar_t*>(a.y);
-  const Position at(a.n_rows, a.n_cols, n_col_blocks, rows_per_chunk);
+  const TilePosition at(a.n_rows, a.n_cols, n_col_blocks, rows_per_chunk);
   const int64_t groups_per_row = (a.n_cols + kDropoutGroup - 1) / kDropoutGroup;
   const uint64_t seed = dropout_seed(a.dropout);
 
@@ -72,7 +51,7 @@ __global__ void __launch_bounds__(kTileThreads)
     bias_dropout_residual_backward_kernel(const BiasDropoutResidualBackward a, unsigned n_col_blocks, int64_t rows_per_chunk) {
   const auto* grad_y = static_cast<const scalar_t*>(a.grad_y);
   auto* grad_x = static_cast<scalar_t*>(a.grad_x);
-  const Position at(a.n_rows, a.n_cols, n_col_blocks, rows_per_chunk);
+  const TilePosition at(a.n_rows, a.n_cols, n_col_blocks, rows_per_chunk);
   const int64_t groups_per_row = (a.n_cols + kDropoutGroup - 1) / kDropoutGroup;
   const uint64_t seed = dropout_seed(a.dropout);
 
@@ -91,11 +70,6 @@ __global__ void __launch_bounds__(kTileThreads)
     const int64_t tile_col = at.col - threadIdx.x * kTileColumns;
     sum_tile_columns(sum, shared, a.n_cols - tile_col, a.partials + at.chunk * a.n_cols + tile_col);
   }
-}
-
-int64_t rows_per_chunk_without_sums(const Tile& tile, int64_t n_rows) {
-  const bool many = ceil_div(n_rows, tile.block.y) * tile.n_col_blocks >= kRowsPerThread * kManyBlocks;
-  return tile.block.y * (many ? kRowsPerThread : 1);
 }
 
 }  // namespace

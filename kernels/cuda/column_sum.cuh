@@ -30,6 +30,33 @@ struct Tile {
   }
 };
 
+// Rows per thread once the tiles are plenty: the bias and the address arithmetic are shared among them. Below kManyBlocks,
+// seven for each of an H200's 132 multiprocessors, more blocks are worth more.
+constexpr int64_t kRowsPerThread = 4;
+constexpr int64_t kManyBlocks = 1024;
+
+// Rows of a chunk where no sum over rows is wanted.
+inline int64_t rows_per_chunk_without_sums(const Tile& tile, int64_t n_rows) {
+  const bool many = ceil_div(n_rows, tile.block.y) * tile.n_col_blocks >= kRowsPerThread * kManyBlocks;
+  return tile.block.y * (many ? kRowsPerThread : 1);
+}
+
+// Where a thread stands: columns [col, col + n_valid) of the rows row_begin, row_begin + blockDim.y, … below row_end.
+struct TilePosition {
+  int64_t chunk, col, n_valid, row_begin, row_end;
+
+  __device__ __forceinline__ TilePosition(int64_t n_rows, int64_t n_cols, unsigned n_col_blocks, int64_t rows_per_chunk) {
+    chunk = blockIdx.x / n_col_blocks;
+    const int64_t group = static_cast<int64_t>(blockIdx.x % n_col_blocks) * blockDim.x + threadIdx.x;
+    col = group * kTileColumns;
+    n_valid = n_cols - col;
+    row_begin = chunk * rows_per_chunk + threadIdx.y;
+    row_end = (chunk + 1) * rows_per_chunk;
+    if (row_end > n_rows) row_end = n_rows;
+    if (n_valid <= 0) row_end = 0;  // beyond the last column: no rows, but the thread still meets the block's barriers
+  }
+};
+
 // The index of a column in shared memory. One word is skipped after each 32, which spreads both the stores of lanes that own
 // 4 or 8 consecutive columns and the loads of consecutive columns over all 32 banks.
 __host__ __device__ __forceinline__ constexpr int skewed(int column) { return column + column / 32; }

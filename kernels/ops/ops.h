@@ -11,6 +11,12 @@ namespace ls {
 using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
+Tensor bias_act_dropout_forward(const Tensor& x, const OptionalTensor& bias, int64_t activation, double p,
+                                const OptionalTensor& seed, int64_t offset);
+std::tuple<Tensor, Tensor> bias_act_dropout_backward(const Tensor& grad_y, const Tensor& saved, const OptionalTensor& bias,
+                                                     int64_t activation, double p, const OptionalTensor& seed, int64_t offset,
+                                                     bool needs_bias_grad);
+
 Tensor bias_dropout_residual_forward(const Tensor& x, const OptionalTensor& bias, const OptionalTensor& residual, double p,
                                      const OptionalTensor& seed, int64_t offset);
 std::tuple<Tensor, Tensor> bias_dropout_residual_backward(const Tensor& grad_y, double p, const OptionalTensor& seed,

@@ -8,12 +8,14 @@ device without kernels, no compiled library) runs the reference.
 from ls_plugin import _library
 from ls_plugin.ops import adam as _adam
 from ls_plugin.ops import attention_softmax as _attention_softmax
+from ls_plugin.ops import bias_act_dropout as _bias_act_dropout
 from ls_plugin.ops import bias_dropout_residual as _bias_dropout_residual
 from ls_plugin.ops import label_smoothed_cross_entropy as _label_smoothed_cross_entropy
 from ls_plugin.ops import layer_norm as _layer_norm
 from ls_plugin.ops import linear_cross_entropy as _linear_cross_entropy
 from ls_plugin.ops.adam import adam_step
 from ls_plugin.ops.attention_softmax import attention_softmax
+from ls_plugin.ops.bias_act_dropout import bias_act_dropout
 from ls_plugin.ops.bias_dropout_residual import bias_dropout_residual
 from ls_plugin.ops.label_smoothed_cross_entropy import label_smoothed_cross_entropy
 from ls_plugin.ops.layer_norm import layer_norm
@@ -22,6 +24,7 @@ from ls_plugin.ops.linear_cross_entropy import linear_cross_entropy
 __all__ = [
     "adam_step",
     "attention_softmax",
+    "bias_act_dropout",
     "bias_dropout_residual",
     "label_smoothed_cross_entropy",
     "layer_norm",
@@ -34,6 +37,7 @@ def register(namespace: str) -> None:
     for module in (
         _adam,
         _attention_softmax,
+        _bias_act_dropout,
         _bias_dropout_residual,
         _label_smoothed_cross_entropy,
         _layer_norm,

@@ -6,6 +6,7 @@ floating dtype, and know nothing of the compiled kernels.
 
 from ls_plugin.reference.adam import adam_step
 from ls_plugin.reference.attention_softmax import attention_softmax
+from ls_plugin.reference.bias_act_dropout import bias_act_dropout
 from ls_plugin.reference.bias_dropout_residual import bias_dropout_residual
 from ls_plugin.reference.dropout import dropout_keep_mask, dropout_scale, dropout_threshold
 from ls_plugin.reference.label_smoothed_cross_entropy import label_smoothed_cross_entropy
@@ -15,6 +16,7 @@ from ls_plugin.reference.linear_cross_entropy import linear_cross_entropy
 __all__ = [
     "adam_step",
     "attention_softmax",
+    "bias_act_dropout",
     "bias_dropout_residual",
     "dropout_keep_mask",
     "dropout_scale",

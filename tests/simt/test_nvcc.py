@@ -91,6 +91,8 @@ LEAST_VECTOR_ACCESSES: dict[str, Callable[[Template], tuple[int, int]] | None] =
     "attention_softmax_forward_long_kernel": lambda t: (4 * t.per_group, t.per_group),
     "attention_softmax_backward_kernel": lambda t: (4 * t.numbers[1] * t.per_group, t.numbers[1] * t.per_group),
     "attention_softmax_backward_long_kernel": lambda t: (8 * t.per_group, t.per_group),
+    "bias_act_dropout_forward_kernel": lambda t: (2 * t.per_group, t.per_group),  # x, bias; y
+    "bias_act_dropout_backward_kernel": lambda t: (2 * t.per_group, t.per_group),  # grad_y and what was saved; grad_x
     "bias_dropout_residual_forward_kernel": lambda t: (3 * t.per_group, t.per_group),  # x, bias, residual; y
     "bias_dropout_residual_backward_kernel": lambda t: (t.per_group, t.per_group),
     "finish_column_sums_kernel": None,
