@@ -1,4 +1,4 @@
-"""Dropout on the fused op, alone or with the bias before it and the residual after it."""
+"""Dropout on the fused ops: alone, with the bias before it and the residual after it, or with the bias and the activation before it."""
 
 from fairseq.modules import FairseqDropout
 from torch import Tensor
@@ -16,6 +16,10 @@ class Dropout(FairseqDropout):
     def forward(self, x: Tensor, inplace: bool = False) -> Tensor:
         """dropout(x), (..., C); ``inplace`` is a hint of fairseq's that needs no answer."""
         return ops.bias_dropout_residual(x, None, None, self.p, training=self.active)
+
+    def activate(self, x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+        """dropout(activation(x + bias)) in one pass; x (..., F), bias (F,) or None, activation as the op names it."""
+        return ops.bias_act_dropout(x, bias, activation, self.p, training=self.active)
 
     def add_to(self, residual: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """residual + dropout(x + bias) in one pass; x and residual (..., C), bias (C,) or None."""

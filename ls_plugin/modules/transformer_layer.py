@@ -2,7 +2,7 @@
 
 Both subclass fairseq's layers: construction, parameter names, pruning and state-dict upgrades are inherited, attention is
 stock. Only the forward is written anew, so that the dropout and the residual after each sublayer, and the bias of the last product
-of the feed-forward network, are one op.
+of the feed-forward network, are one op, and what stands between its two products, bias, activation and dropout, another.
 
 Dimensions: T target or source length, S source length, B batch, C model width.
 """
@@ -10,8 +10,10 @@ Dimensions: T target or source length, S source length, B batch, C model width.
 import torch
 import torch.nn.functional as F
 from fairseq.modules.transformer_layer import TransformerDecoderLayerBase, TransformerEncoderLayerBase
-from torch import Tensor
+from fairseq.utils import get_activation_fn
+from torch import Tensor, nn
 
+from ls_plugin.modules.dropout import Dropout
 from ls_plugin.modules.swap import use_fused_modules
 
 _MASKED_SCORE_FP32, _MASKED_SCORE_HALF = -1e8, -1e4  # finite, so that a fully masked row stays free of NaN
@@ -177,8 +179,22 @@ def _extends_a_cache(options: dict) -> bool:
 
 def _feed_forward_without_bias(layer, x: Tensor) -> Tensor:
     """W2 dropout(activation(W1 x + b1)): (T, B, C) -> (T, B, C); b2 is added by the op that follows."""
-    x = layer.activation_fn(layer.fc1(x))
-    return F.linear(layer.activation_dropout_module(x), layer.fc2.weight)
+    activation, dropout = _OP_NAMES.get(layer.activation_fn), layer.activation_dropout_module
+    if activation is not None and isinstance(dropout, Dropout) and _is_bare_linear(layer.fc1):
+        x = dropout.activate(F.linear(x, layer.fc1.weight), layer.fc1.bias, activation)
+    else:
+        x = dropout(layer.activation_fn(layer.fc1(x)))
+    return F.linear(x, layer.fc2.weight)
+
+
+# fairseq's activation functions, as the op names them. "linear" is missing, a new function in each layer: there the product adds
+# the bias, and the dropout is one op all the same.
+_OP_NAMES = {get_activation_fn(name): name for name in ("relu", "relu_squared", "gelu", "gelu_accurate", "tanh")}
+
+
+def _is_bare_linear(module) -> bool:
+    """Whether calling it is nothing but the product and the bias: no subclass, no hooks (quant-noise has one)."""
+    return type(module) is nn.Linear and not module._forward_pre_hooks and not module._forward_hooks
 
 
 def _restore_attention_state(attention, incremental_state, state: list[Tensor] | None) -> None:
