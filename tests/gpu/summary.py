@@ -10,7 +10,9 @@ def test_lines(path: Path) -> list[str]:
     if not path.exists():
         return ["tests: no record (cut before their end)"]
     suites = list(ElementTree.parse(path).getroot().iter("testsuite"))
-    counts = {key: sum(int(suite.get(key, 0)) for suite in suites) for key in ("tests", "failures", "errors", "skipped")}
+    counts = {
+        key: sum(int(suite.get(key, 0)) for suite in suites) for key in ("tests", "failures", "errors", "skipped")
+    }
     failed = [
         f"  {case.get('classname')}.{case.get('name')}"
         for suite in suites
