@@ -28,6 +28,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
+sys.path.append(str(HERE.parents[1]))  # the clone's ls_plugin, unless one is installed
 warnings.simplefilter("ignore")
 logging.disable(logging.INFO)  # fairseq's remarks about optional packages
 
