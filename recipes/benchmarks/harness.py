@@ -37,7 +37,7 @@ WARM_UP_ROUNDS = 3
 LEAST_ROUNDS = 5
 ENOUGH_ROUNDS = 30  # of a case that has used a third of its time
 COMPILE_LIMIT_S = 120
-COPY_BYTES = 256 << 20  # several times the largest cache
+COPY_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}  # many times the largest cache
 CUDA_ELEMENTS = 64 << 20  # of one tensor: 128 MB in 16 bits, twice the L2 of an H200
 FLUSH_BYTES = 256 << 20  # CUDA: written between two measurements, so that nothing is found in the L2 (60 MB on an H200)
 HEAD_START_CYCLES = 1_000_000  # CUDA: the GPU idles that long while the host launches ahead of it; about 0.6 ms
@@ -322,8 +322,9 @@ class Bandwidth:
         return max(self.copy_, self.memmove or 0.0)
 
 
-def measure_bandwidth(device: torch.device, n_bytes: int = COPY_BYTES) -> Bandwidth:
+def measure_bandwidth(device: torch.device) -> Bandwidth:
     """Medians of 12 after 3, on memory that was touched before."""
+    n_bytes = COPY_BYTES[device.type]
     source = torch.ones(n_bytes // 4, device=device)
     target = torch.zeros_like(source)
     stopwatch = Stopwatch(device)

@@ -40,8 +40,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PARTS = ("forward", "backward", "total")
 CASES_PER_OP, COMPILE_S = 4, 3.0  # for the estimate
 HEADER = (
-    f"{'':<34}{'ms forward':^32}{'ms backward':^32}{'ls over eager':^20}{'ls over best':^20}{'GB/s, of copy':^26}\n"
-    f"{'':<34}{'E':>8}{'C':>8}{'L':>8}{'K':>8}{'E':>8}{'C':>8}{'L':>8}{'K':>8}"
+    f"{'':<37}{'ms forward':^32}{'ms backward':^32}{'ls over eager':^20}{'ls over best':^20}{'GB/s, of copy':^26}\n"
+    f"{'':<37}{'E':>8}{'C':>8}{'L':>8}{'K':>8}{'E':>8}{'C':>8}{'L':>8}{'K':>8}"
     f"{'fwd   bwd   all':>19} {'fwd   bwd   all':>19} {'forward':>13}{'backward':>13}{'spread':>11}"
 )
 
@@ -52,14 +52,15 @@ HEADER = (
 def row(result: harness.Result) -> str:
     """One line of the table."""
     times = result.times
-    cells = [f"{'  ' + result.shape:<34}"]
+    cells = [f"{'  ' + result.shape:<37}"]
     for part in ("forward", "backward"):
         for name in harness.CONTENDERS:
             ms = getattr(times[name], f"{part}_ms")
             cells.append(f"{'-' if ms is None else f'{ms:.3f}' if ms < 100 else f'{ms:.1f}':>8}")
     for over in ("eager", "best"):
         gains = [result.speedup(over, part) for part in PARTS]
-        cells.append(" " + "".join(f"{'-' if gain is None else f'{gain:.1f}x':>6}" for gain in gains) + " ")
+        shown = ["-" if gain is None else f"{gain:.1f}x" if gain < 100 else f"{gain:.0f}x" for gain in gains]
+        cells.append(" " + "".join(f"{gain:>6}" for gain in shown) + " ")
     for rate, share in zip(result.gb_per_s, result.share, strict=True):
         cells.append(f"{'-' if rate is None else f'{rate:.1f} {share:>4.0%}':>13}")
     spreads = [times[name].spread for name in ("eager", "ls")]
@@ -213,7 +214,14 @@ def main() -> int:
         for name, time_ in r.times.items()
         if time_.why_not and not (name == "compiled" and args.no_compile)
     ]
-    print("\n" + "\n".join([*missing, f"{len(results)} cases in {(time.monotonic() - begin) / 60:.1f} minutes"]))
+    slower = [
+        f"{r.op} {r.shape} {r.dtype}: {gain:.2f}x of the better of eager and torch.compile"
+        for r in results
+        if (gain := r.speedup("best")) is not None and gain < 1.0
+    ]
+    print(
+        "\n" + "\n".join([*missing, *slower, f"{len(results)} cases in {(time.monotonic() - begin) / 60:.1f} minutes"])
+    )
     if args.out:
         picture = args.out.with_suffix(".png")
         title = f"{machine['processor']}, {machine['threads']} threads, torch {machine['torch']}, {machine['commit']}"
