@@ -2,7 +2,7 @@
 
 One round times every contender once, in turn: eager (what stock fairseq executes), compiled (torch.compile of the same formula, by inductor,
 static shapes, whole graph), ls, and kernel (the same ops of ours called below autograd, no graph). A change of the machine's speed so meets
-all of them alike. What is given are medians over the rounds.
+all of them alike. What is given are medians over the rounds. Memory that was freed is kept for the next (keep_freed_memory).
 
     forward    the call, with grad enabled, until it returns (CPU) or until its last kernel ends (CUDA)
     backward   ``torch.autograd.grad`` from the outputs to the leaves. Both directions of eager, compiled and ls hold what autograd costs by
@@ -140,6 +140,16 @@ def bias_of_product(x: Tensor, bias: Tensor) -> Tensor:
     """For eager formulas: a bias that the product before has added already. It costs nothing forward, and backward the sum over the rows that
     the product's own backward makes. Let the bias be zero and both sides agree. (On a CPU stock's product pays for it forward too, by copying the bias into every row first.)"""
     return _BiasOfProduct.apply(x, bias)
+
+
+def keep_freed_memory() -> None:
+    """Makes glibc keep what tensors free instead of giving it back to the system. Whether a new output of a few MB costs a page fault for each
+    4 KB, which is as much as the op itself, otherwise depends on the order of frees before it, and comes out differently for each contender."""
+    m_trim_threshold, m_mmap_max = -1, -4  # malloc.h
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(m_trim_threshold, -1)
+        libc.mallopt(m_mmap_max, 0)
 
 
 # ---- One case ----

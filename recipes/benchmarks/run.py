@@ -171,6 +171,7 @@ def main() -> int:
     """Measures the chosen cases, prints the table, writes JSON and picture. 1 when an op of ours did not run."""
     args = parse_arguments()
     torch.set_num_threads(args.threads)
+    harness.keep_freed_memory()
     device = torch.device(args.device)
     stems = args.ops or STEMS
     machine, bandwidth = harness.machine(device), harness.measure_bandwidth(device)
