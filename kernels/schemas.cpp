@@ -43,9 +43,11 @@ STABLE_TORCH_LIBRARY_FRAGMENT(LS_NAMESPACE, m) {
       "attention_softmax_backward(Tensor grad_probs, Tensor saved, Tensor? lse, Tensor? key_padding_mask, Tensor? bias, bool "
       "causal,"
       " float scale, float p, Tensor? seed, int offset) -> Tensor grad_scores");
+  m.def("grad_norm(Tensor[] grads, Tensor? scale, float max_norm) -> (Tensor norm, Tensor coefficient, Tensor overflow)");
   m.def(
-      "adam_step(Tensor(a!) param, Tensor(b!) grad, Tensor(c!) exp_avg, Tensor(d!) exp_avg_sq, Tensor? grad_scale, float lr,"
-      " float beta1, float beta2, float eps, float weight_decay, int step, bool zero_grad) -> ()");
+      "adam_step(Tensor(a!) param, Tensor(b!) grad, Tensor(c!) exp_avg, Tensor(d!) exp_avg_sq, Tensor(e!)? param_copy,"
+      " Tensor(f!)? param_low, Tensor? grad_scale, Tensor? overflow, float lr, float beta1, float beta2, float eps,"
+      " float weight_decay, int step, bool zero_grad) -> ()");
 }
 
 namespace {
@@ -61,6 +63,7 @@ void implement(torch::stable::detail::StableLibrary& m) {
   m.impl("label_smoothed_cross_entropy_backward", TORCH_BOX(&ls::label_smoothed_cross_entropy_backward));
   m.impl("attention_softmax_forward", TORCH_BOX(&ls::attention_softmax_forward));
   m.impl("attention_softmax_backward", TORCH_BOX(&ls::attention_softmax_backward));
+  m.impl("grad_norm", TORCH_BOX(&ls::grad_norm));
   m.impl("adam_step", TORCH_BOX(&ls::adam_step));
 }
 

@@ -185,6 +185,32 @@ struct AttentionSoftmaxBackward {
   DType dtype;
 };
 
+// squares[c] = sum of g * g over the c-th kNormChunk elements of one gradient buffer, in fp32
+struct GradNormSquares {
+  const void* grad;  // scalar (n_elem,)
+  float* squares;    // (grad_norm_n_chunks(n_elem),)
+  int64_t n_elem;
+  DType dtype;
+};
+
+// From the squares of all buffers, added up in fp64, with s = *scale or 1:
+//   norm = |s| sqrt(sum of squares), coefficient = s min(1, max_norm / (norm + 1e-6)), overflow = norm is not finite
+// max_norm <= 0: no clipping, coefficient = s. As in fairseq.utils.clip_grad_norm_, NaN stays NaN.
+struct GradNormFinish {
+  const float* squares;  // (n_squares,)
+  const float* scale;    // one value on the device, or null for 1
+  float* norm;           // one value each
+  float* coefficient;
+  bool* overflow;
+  int64_t n_squares;
+  float max_norm;
+};
+
+// Elements whose squares are added up in fp32. A split by position alone: the same buffer gives the same bits at any number of
+// threads or multiprocessors.
+constexpr int64_t kNormChunk = 16384;
+inline int64_t grad_norm_n_chunks(int64_t n_elem) { return (n_elem + kNormChunk - 1) / kNormChunk; }
+
 // fairseq's Adam, element by element, in fp32:
 //   g = grad * grad_scale
 //   exp_avg    = beta1 exp_avg + (1 - beta1) g
@@ -193,17 +219,27 @@ struct AttentionSoftmaxBackward {
 //   param      = param - step_size exp_avg / (sqrt(exp_avg_sq) + eps)
 // step_size = lr sqrt(1 - beta2^t) / (1 - beta1^t), computed in double by the caller. The betas stay double so that 1 - beta
 // is rounded once, as torch rounds it: in fp32, 1 - 0.999f is off by 1.3e-5 of its value.
+//
+// With param_copy, param is fp32 and its value is also stored in 16 bits. With param_low, param is bf16 and what is updated is an
+// fp32 master in two halves:
+//   bits(master) = (bits(param) << 16) + param_low, param = (bits(master) + 0x8000) >> 16
+// so param is the master rounded to nearest, ties away from zero, and param_low, signed, what that rounding left. (Ties to even
+// would not fit: 65,537 masters round to an even param, and param_low has 65,536 values.) A NaN master becomes 0x7FC0 and 0.
+// 16-bit types do not mix: param, grad and param_copy are fp32 or one of fp16 and bf16.
 struct AdamStep {
   void* param;              // scalar (n_elem,)
   void* grad;               // grad_scalar (n_elem,); zeroed when zero_grad
   float* exp_avg;           // (n_elem,)
   float* exp_avg_sq;        // (n_elem,)
+  void* param_copy;         // copy_scalar (n_elem,) or null
+  int16_t* param_low;       // (n_elem,) or null
   const float* grad_scale;  // one value on the device, or null for 1
+  const bool* overflow;     // one value on the device, or null for false; true: nothing is written but grad's zeros
   int64_t n_elem;
   double beta1, beta2;
   float step_size, eps, weight_decay_step;
   bool zero_grad;
-  DType dtype, grad_dtype;
+  DType dtype, grad_dtype, copy_dtype;
 };
 
 // Rows summed into one partial of a column sum (bias, gamma and beta gradients). The split depends on the shape alone,

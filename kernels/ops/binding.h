@@ -100,6 +100,15 @@ inline void check_like(const char* op, const char* name, const Tensor& t, const 
   check_contiguous(op, name, t);
 }
 
+// A value that a kernel reads on the device of `reference`: one element, or nothing.
+inline void check_device_scalar(const char* op, const char* name, const std::optional<Tensor>& t, ScalarType dtype,
+                                const Tensor& reference) {
+  if (!t) return;
+  LS_CHECK(t->numel() == 1, op, ": ", name, " must have one element, got shape ", shape_of(*t));
+  check_dtype(op, name, *t, dtype);
+  check_device(op, name, *t, reference);
+}
+
 // Rows and columns of a (..., C) tensor seen as a matrix.
 struct Matrix {
   int64_t n_rows, n_cols;
@@ -143,6 +152,7 @@ inline void* out(const Tensor& t, const char* name) {
   return p;
 }
 inline const void* in(const std::optional<Tensor>& t, const char* name) { return t ? in(*t, name) : nullptr; }
+inline void* out(const std::optional<Tensor>& t, const char* name) { return t ? out(*t, name) : nullptr; }
 template <typename T>
 const T* in(const Tensor& t, const char* name) {
   return static_cast<const T*>(in(t, name));

@@ -5,6 +5,7 @@
 
 #include <optional>
 #include <tuple>
+#include <vector>
 
 namespace ls {
 
@@ -40,8 +41,11 @@ Tensor attention_softmax_backward(const Tensor& grad_probs, const Tensor& saved,
                                   const OptionalTensor& key_padding_mask, const OptionalTensor& bias, bool causal, double scale,
                                   double p, const OptionalTensor& seed, int64_t offset);
 
+std::tuple<Tensor, Tensor, Tensor> grad_norm(const std::vector<Tensor>& grads, const OptionalTensor& scale, double max_norm);
+
 void adam_step(const Tensor& param, const Tensor& grad, const Tensor& exp_avg, const Tensor& exp_avg_sq,
-               const OptionalTensor& grad_scale, double lr, double beta1, double beta2, double eps, double weight_decay,
+               const OptionalTensor& param_copy, const OptionalTensor& param_low, const OptionalTensor& grad_scale,
+               const OptionalTensor& overflow, double lr, double beta1, double beta2, double eps, double weight_decay,
                int64_t step, bool zero_grad);
 
 }  // namespace ls

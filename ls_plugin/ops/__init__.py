@@ -10,6 +10,7 @@ from ls_plugin.ops import adam as _adam
 from ls_plugin.ops import attention_softmax as _attention_softmax
 from ls_plugin.ops import bias_act_dropout as _bias_act_dropout
 from ls_plugin.ops import bias_dropout_residual as _bias_dropout_residual
+from ls_plugin.ops import grad_norm as _grad_norm
 from ls_plugin.ops import label_smoothed_cross_entropy as _label_smoothed_cross_entropy
 from ls_plugin.ops import layer_norm as _layer_norm
 from ls_plugin.ops import linear_cross_entropy as _linear_cross_entropy
@@ -17,6 +18,7 @@ from ls_plugin.ops.adam import adam_step
 from ls_plugin.ops.attention_softmax import attention_softmax
 from ls_plugin.ops.bias_act_dropout import bias_act_dropout
 from ls_plugin.ops.bias_dropout_residual import bias_dropout_residual
+from ls_plugin.ops.grad_norm import grad_norm
 from ls_plugin.ops.label_smoothed_cross_entropy import label_smoothed_cross_entropy
 from ls_plugin.ops.layer_norm import layer_norm
 from ls_plugin.ops.linear_cross_entropy import linear_cross_entropy
@@ -26,6 +28,7 @@ __all__ = [
     "attention_softmax",
     "bias_act_dropout",
     "bias_dropout_residual",
+    "grad_norm",
     "label_smoothed_cross_entropy",
     "layer_norm",
     "linear_cross_entropy",
@@ -39,6 +42,7 @@ def register(namespace: str) -> None:
         _attention_softmax,
         _bias_act_dropout,
         _bias_dropout_residual,
+        _grad_norm,
         _label_smoothed_cross_entropy,
         _layer_norm,
         _linear_cross_entropy,

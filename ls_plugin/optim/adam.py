@@ -1,5 +1,7 @@
 """``ls_adam``: fairseq's Adam over contiguous buffers; scaling, clipping and the update are one pass over memory."""
 
+from collections.abc import Callable
+
 import torch
 from fairseq.optim import FairseqOptimizer, register_optimizer
 from fairseq.optim import adam as stock
@@ -77,16 +79,34 @@ class ContiguousAdam(torch.optim.Optimizer):
         self._adopt_foreign_grads()
         self.grad_scale.multiply(c)
 
-    def grad_norm(self) -> Tensor:
-        """fp32 scalar: L2 norm of the gradients, a pending factor included; 0 where there are none."""
+    def clip_grad_norm(self, max_norm: float, aggregate_norm_fn: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """Has the gradients scaled down to ``max_norm`` by the update, where it is positive and exceeded.
+
+        Returns:
+            fp32 scalar: L2 norm of the gradients before that, a pending factor included; 0 where there are none.
+            ``aggregate_norm_fn`` makes it the norm over all ranks. Nothing is read on the host.
+        """
         self._adopt_foreign_grads()
-        norms = [norm for buffer in self.buffers for norm in buffer.grad_norms()]
-        device = self.buffers[0].grad.device
-        if not norms:
-            return torch.zeros((), device=device)
-        norm = torch.linalg.vector_norm(torch.cat([n.to(device) for n in norms]))
-        scale = self.grad_scale.tensor(device)
-        return norm if scale is None else norm * scale.abs()
+        grads: dict[torch.device, list[Tensor]] = {}
+        for buffer in self.buffers:
+            grads.setdefault(buffer.grad.device, []).extend(buffer.grads())
+        grads = {device: pieces for device, pieces in grads.items() if pieces}
+        if not grads:
+            norm = torch.zeros((), device=self.buffers[0].grad.device)
+            return norm if aggregate_norm_fn is None else aggregate_norm_fn(norm)
+        results = [ops.grad_norm(pieces, self.grad_scale.tensor(device), max_norm) for device, pieces in grads.items()]
+        if len(results) == 1 and aggregate_norm_fn is None:
+            norm, coefficient, _ = results[0]
+            if max_norm > 0:
+                self.grad_scale.replace(coefficient)
+            return norm
+        norm = torch.linalg.vector_norm(torch.stack([norm.to(results[0][0].device) for norm, _, _ in results]))
+        if aggregate_norm_fn is not None:
+            norm = aggregate_norm_fn(norm)
+        if max_norm > 0:
+            # 1e-6 as in fairseq.utils.clip_grad_norm_
+            self.grad_scale.multiply((float(max_norm) / (norm + 1e-6)).clamp(max=1.0))
+        return norm
 
     def materialize_grads(self) -> None:
         """Applies a pending factor to ``p.grad``, for code that reads or changes gradients between scaling and step."""
@@ -235,14 +255,8 @@ class FairseqAdam(stock.FairseqAdam):
         super().backward(loss)
 
     def clip_grad_norm(self, max_norm, aggregate_norm_fn=None) -> Tensor:
-        """Scales the gradients down to ``max_norm`` where it is positive and exceeded; returns their norm before that."""
-        norm = self.optimizer.grad_norm()
-        if aggregate_norm_fn is not None:
-            norm = aggregate_norm_fn(norm)
-        if max_norm > 0:
-            # 1e-6 as in fairseq.utils.clip_grad_norm_
-            self.optimizer.multiply_grads((float(max_norm) / (norm + 1e-6)).clamp(max=1.0))
-        return norm
+        """Scales the gradients down to ``max_norm`` where it is positive and exceeded; returns their norm before that, on the device."""
+        return self.optimizer.clip_grad_norm(max_norm, aggregate_norm_fn)
 
     def step(self, closure=None, scale=1.0, groups=None):
         """One update with the gradients divided by ``scale``."""

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 ALIGNMENT_BYTES = 64  # of every parameter: a cache line, and a multiple of any vector load
-_NORM_CHUNK = 16384  # elements summed by themselves: fp32 sums of squares over a whole model would lose digits
 
 # The hook of each parameter that an engine owns. Kept here, not on the parameter, so that modules can still be pickled.
 _hooks = WeakTensorKeyDictionary()
@@ -129,17 +128,9 @@ class ContiguousBuffer:
             elif not touched:
                 first = None
 
-    def grad_norms(self) -> list[Tensor]:
-        """fp32 L2 norms of the pieces of the gradient that are set; the norm of them all is the norm of the gradient."""
-        norms = []
-        for run in self.runs():
-            grad = self.grad[run.start : run.stop]
-            whole = grad.numel() // _NORM_CHUNK * _NORM_CHUNK
-            if whole:
-                norms.append(torch.linalg.vector_norm(grad[:whole].view(-1, _NORM_CHUNK), dim=1, dtype=torch.float32))
-            if whole < grad.numel():
-                norms.append(torch.linalg.vector_norm(grad[whole:], dtype=torch.float32).view(1))
-        return norms
+    def grads(self) -> list[Tensor]:
+        """The pieces of the gradient buffer that are set."""
+        return [self.grad[run.start : run.stop] for run in self.runs()]
 
 
 class GradientScale:
@@ -166,6 +157,10 @@ class GradientScale:
             c = c.to(self.factor.device)
         self.factor = self.factor * c
 
+    def replace(self, factor: Tensor) -> None:
+        """factor: a scalar tensor into which the factor until now has gone."""
+        self.factor = factor
+
     def tensor(self, device: torch.device) -> Tensor | None:
         """fp32 scalar on ``device``, or None for 1."""
         if self.is_one:
@@ -179,6 +174,6 @@ class GradientScale:
         if not self.is_one:
             for buffer in buffers:
                 scale = self.tensor(buffer.grad.device)
-                for run in buffer.runs():
-                    buffer.grad[run.start : run.stop].mul_(scale)
+                for grad in buffer.grads():
+                    grad.mul_(scale)
         self.clear()

@@ -4,11 +4,12 @@ Each module has the stem of its op. The functions are ordinary differentiable Py
 floating dtype, and know nothing of the compiled kernels.
 """
 
-from ls_plugin.reference.adam import adam_step
+from ls_plugin.reference.adam import adam_step, join_master, split_master
 from ls_plugin.reference.attention_softmax import attention_softmax
 from ls_plugin.reference.bias_act_dropout import bias_act_dropout
 from ls_plugin.reference.bias_dropout_residual import bias_dropout_residual
 from ls_plugin.reference.dropout import dropout_keep_mask, dropout_scale, dropout_threshold
+from ls_plugin.reference.grad_norm import grad_norm
 from ls_plugin.reference.label_smoothed_cross_entropy import label_smoothed_cross_entropy
 from ls_plugin.reference.layer_norm import layer_norm
 from ls_plugin.reference.linear_cross_entropy import linear_cross_entropy
@@ -21,7 +22,10 @@ __all__ = [
     "dropout_keep_mask",
     "dropout_scale",
     "dropout_threshold",
+    "grad_norm",
+    "join_master",
     "label_smoothed_cross_entropy",
     "layer_norm",
     "linear_cross_entropy",
+    "split_master",
 ]

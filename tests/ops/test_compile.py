@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ls_plugin import ops
+from ls_plugin import ops, reference
 from tests.ops.accuracy import needs_library
 from tests.ops.cases import all_cases
 
@@ -60,11 +60,22 @@ def test_compiled_cross_entropy_in_place():
 
 
 def test_compiled_adam_step_updates_in_place():
-    options = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.98, "eps": 1e-8, "weight_decay": 0.1, "step": 1}
+    """With the norm before it, and with the parameter kept in two more ways."""
+    options = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.98, "eps": 1e-8, "weight_decay": 0.1, "step": 1, "zero_grad": True}
+
+    def update(param, grad, exp_avg, exp_avg_sq, scale, **more):
+        _, coefficient, overflow = ops.grad_norm([grad], scale, 0.5)
+        ops.adam_step(param, grad, exp_avg, exp_avg_sq, grad_scale=coefficient, overflow=overflow, **more, **options)
+
     generator = torch.Generator().manual_seed(7)
-    eager = [torch.rand(33, generator=generator) for _ in range(4)]
-    traced = [t.clone() for t in eager]
-    ops.adam_step(*eager, **options)
-    compiled(lambda *tensors: ops.adam_step(*tensors, **options))(*traced)
-    for a, e in zip(traced, eager, strict=True):
-        torch.testing.assert_close(a, e)
+    tensors = [torch.rand(33, generator=generator) for _ in range(4)]
+    weight, low = reference.split_master(tensors[0])
+    for param, more in ((tensors[0], {}), (tensors[0], {"param_copy": weight}), (weight, {"param_low": low})):
+        results = []
+        for function in (update, compiled(update)):
+            arguments = [t.clone() for t in (param, *tensors[1:], torch.tensor(0.5))]
+            extra = {key: t.clone() for key, t in more.items()}
+            function(*arguments, **extra)
+            results.append([*arguments, *extra.values()])
+        for a, e in zip(*results, strict=True):
+            torch.testing.assert_close(a, e)

@@ -11,7 +11,9 @@ from fairseq.optim import OPTIMIZER_REGISTRY, FP16Optimizer, MemoryEfficientFP16
 from fairseq.optim import adam as stock_adam
 from omegaconf import OmegaConf
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from ls_plugin import _library
 from ls_plugin.errors import CheckpointError, UnsupportedError
 from ls_plugin.optim import ContiguousAdam, FairseqAdam, adam
 
@@ -303,6 +305,29 @@ def test_one_launch_per_step(monkeypatch):
         optimizer.clip_grad_norm(1.0)
         optimizer.step()
     assert len(calls) == 3
+
+
+def test_nothing_is_read_on_the_host():
+    """From the sample size to the update: scaling, norm, clipping and step leave every value where the gradients are."""
+
+    class Recorder(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.names = []
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.names.append(function.__name__)
+            return function(*args, **(kwargs or {}))
+
+    params, optimizer = twins(shapes=[(5,)] * 20)[1]
+    sum((p * p).sum() for p in params).backward()
+    with Recorder() as recorder:
+        optimizer.multiply_grads(1.0 / torch.tensor(7.0))
+        optimizer.clip_grad_norm(1.0)
+        optimizer.step()
+    assert not [name for name in recorder.names if "local_scalar_dense" in name or "is_nonzero" in name]
+    if _library.status().loaded:
+        assert recorder.names.count("grad_norm.default") == recorder.names.count("adam_step.default") == 1
 
 
 def test_replaced_memory_is_noticed():

@@ -6,50 +6,23 @@ alignment, and the launchers' own refusals.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import mmap
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from ..conftest import ROOT, _load_simt_library, build_simt_library
+from ..conftest import ROOT
 from .build import build_library
-from .control import Simt, Traffic
+from .helpers import at_offset, n_bytes, traffic
 
 MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux's value; Python names it from 3.13 on
 PAD = 1
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-
-
-@pytest.fixture(scope="module")
-def simt() -> Simt:
-    _load_simt_library()
-    return Simt(build_simt_library())
-
-
-@contextlib.contextmanager
-def traffic(simt: Simt) -> Iterator[dict[str, Traffic]]:
-    """Fills the dict with the traffic of each argument, when the with block ends."""
-    simt.reset_stats()
-    regions: dict[str, Traffic] = {}
-    yield regions
-    regions.update(simt.stats().regions)
-
-
-def n_bytes(t: Tensor) -> int:
-    return t.numel() * t.element_size()
-
-
-def at_offset(t: Tensor, n_elem: int) -> Tensor:
-    """The same values ``n_elem`` elements past a multiple of 16 bytes."""
-    storage = t.new_empty(t.numel() + 16)
-    start = -(storage.data_ptr() // t.element_size()) % 16 + n_elem
-    return storage[start : start + t.numel()].view(t.shape).copy_(t)
 
 
 # ---- Calls, each giving its outputs ----
@@ -88,7 +61,7 @@ def adam(n_elem: int, _: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
     torch.manual_seed(0)
     param, grad = (torch.randn(n_elem).to(dtype) for _ in range(2))
     exp_avg, exp_avg_sq = torch.randn(n_elem), torch.rand(n_elem)
-    torch.ops.ls_simt.adam_step(param, grad, exp_avg, exp_avg_sq, None, 1e-3, 0.9, 0.98, 1e-8, 0.01, 3, True)
+    torch.ops.ls_simt.adam_step(param, grad, exp_avg, exp_avg_sq, *[None] * 4, 1e-3, 0.9, 0.98, 1e-8, 0.01, 3, True)
     return param, grad, exp_avg, exp_avg_sq
 
 
@@ -174,33 +147,7 @@ def test_cross_entropy_reads_cached_rows_once(simt, n_cols, dtype, reads):
     assert moved["grad"].read == moved["grad"].written == row_bytes  # the row with factor 1 is left alone
 
 
-@pytest.mark.parametrize("n_elem", [1, 4096, 5003])
-def test_adam_moves_each_element_once(simt, n_elem):
-    param, grad = (torch.randn(n_elem, dtype=torch.bfloat16) for _ in range(2))
-    exp_avg, exp_avg_sq = torch.zeros(n_elem), torch.zeros(n_elem)
-    with traffic(simt) as moved:
-        torch.ops.ls_simt.adam_step(param, grad, exp_avg, exp_avg_sq, None, 1e-3, 0.9, 0.98, 1e-8, 0.01, 1, False)
-    for name, buffer in {"param": param, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}.items():
-        assert moved[name].read == moved[name].written == n_bytes(buffer), name
-    assert moved["grad"].read == n_bytes(grad) and moved["grad"].written == 0
-
-
 # ---- Alignment ----
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("offset", range(1, 8))
-def test_adam_slices_get_the_bits_of_aligned_buffers(simt, dtype, offset):
-    """Equally misplaced slices go by vectors from the first multiple of four elements on, others element by element."""
-    param, grad = (torch.randn(1003).to(dtype) for _ in range(2))
-    exp_avg, exp_avg_sq = torch.randn(1003), torch.rand(1003)
-    results = []
-    for offsets in ([0] * 4, [offset] * 4, [offset, 0, 0, 0]):
-        buffers = [at_offset(t, o) for t, o in zip((param, grad, exp_avg, exp_avg_sq), offsets, strict=True)]
-        torch.ops.ls_simt.adam_step(*buffers, None, 1e-3, 0.9, 0.98, 1e-8, 0.01, 3, True)
-        results.append(buffers)
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

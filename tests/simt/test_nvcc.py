@@ -85,7 +85,7 @@ class Template:
 # Kernel -> the 16-byte (loads, stores) that a vector instance has at least, from its template arguments. Instances that work element
 # by element are not asked; a kernel that has no other kind is None.
 LEAST_VECTOR_ACCESSES: dict[str, Callable[[Template], tuple[int, int]] | None] = {
-    "adam_step_kernel": lambda t: (2, 2) if "true" in t.text else (0, 0),  # the moments; param and grad may be 8 bytes
+    "adam_step_kernel": lambda t: (2, 2),  # the moments; param and grad may be 8 bytes
     # numbers[1] groups per thread: scores, bias; grad_probs, the saved matrix as one of two, bias
     "attention_softmax_forward_kernel": lambda t: (2 * t.numbers[1] * t.per_group, t.numbers[1] * t.per_group),
     "attention_softmax_forward_long_kernel": lambda t: (4 * t.per_group, t.per_group),
@@ -96,6 +96,8 @@ LEAST_VECTOR_ACCESSES: dict[str, Callable[[Template], tuple[int, int]] | None] =
     "bias_dropout_residual_forward_kernel": lambda t: (3 * t.per_group, t.per_group),  # x, bias, residual; y
     "bias_dropout_residual_backward_kernel": lambda t: (t.per_group, t.per_group),
     "finish_column_sums_kernel": None,
+    "grad_norm_finish_kernel": None,
+    "grad_norm_squares_kernel": lambda t: (4, 0),  # unrolled by four
     "label_smoothed_cross_entropy_forward_kernel": lambda t: (
         1,
         2 if ", true, " in t.text else 0,
@@ -111,7 +113,7 @@ LEAST_VECTOR_ACCESSES: dict[str, Callable[[Template], tuple[int, int]] | None] =
     "layer_norm_grad_params_kernel": lambda t: (2 * t.per_group, 0),
 }
 # Kernels whose vector instances are not told by the first number among their arguments.
-ALWAYS_VECTORS = {"adam_step_kernel"}
+ALWAYS_VECTORS = {"adam_step_kernel", "grad_norm_squares_kernel"}
 
 
 def vector_instances(kernels: tuple[Instance, ...]) -> list[tuple[Instance, tuple[int, int]]]:

@@ -1,0 +1,55 @@
+"""Norm of the gradients, clip coefficient and overflow flag in one reduction, all left on the device."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ls_plugin import _library, reference
+from ls_plugin.ops.checks import check
+
+_OP = "grad_norm"
+
+
+def grad_norm(
+    grads: Sequence[Tensor], scale: Tensor | None = None, max_norm: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(norm, coefficient, overflow) of the gradients ``scale * grads``; formula in :func:`ls_plugin.reference.grad_norm`.
+
+    Each gradient is read once, squares are added up in fp32 within chunks of 16,384 elements and in fp64 across them, in an order
+    that depends on positions alone: the same gradients give the same bits. Nothing waits for the device. One launch per tensor
+    and one to finish. No autograd: nothing is saved.
+
+    Args:
+        grads: at least one tensor, contiguous, any shapes, each fp32, fp16 or bf16, on one device.
+        scale: fp32 scalar there, the factor still to be applied to grads (1 / loss scale, 1 / sample size), or None for 1.
+        max_norm: the norm to clip to; 0 for no clipping.
+    Returns:
+        norm: fp32 (), of the scaled gradients before clipping.  coefficient: fp32 (), scale times the clip coefficient, the
+        ``grad_scale`` of :func:`ls_plugin.ops.adam_step`.  overflow: bool (), norm is inf or NaN, its ``overflow``.
+    Raises:
+        ValueError: no gradients.  RuntimeError: a dtype, layout or device does not fit.
+    """
+    grads = list(grads)
+    if not grads:
+        raise ValueError(f"{_OP}: grads must hold at least one tensor, got none")
+    if all(_library.has_kernel(grad) for grad in grads):
+        return _library.kernels().grad_norm(grads, scale, max_norm)
+    _check(grads, scale)
+    return reference.grad_norm(grads, scale, max_norm)
+
+
+def _fake(grads, scale, max_norm):
+    _check(grads, scale)
+    norm, coefficient = (grads[0].new_empty((), dtype=torch.float32) for _ in range(2))
+    return norm, coefficient, grads[0].new_empty((), dtype=torch.bool)
+
+
+def _check(grads, scale):
+    check(all(grad.device == grads[0].device for grad in grads), lambda: f"{_OP}: grads must lie on one device")
+    check(scale is None or scale.numel() == 1, lambda: f"{_OP}: scale must have one element, got {tuple(scale.shape)}")
+
+
+def register(namespace: str) -> None:
+    """The fake kernel for one build of the library."""
+    torch.library.register_fake(f"{namespace}::grad_norm", _fake)
