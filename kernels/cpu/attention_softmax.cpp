@@ -20,6 +20,7 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 // The keys [begin, begin + n) that a row may see, and what belongs to them, from `begin` on.
 struct Row {
   int64_t index, begin, n;
+  int64_t n_more;         // elements of the matrix after these that are the thread's own, and later ones
   const int32_t* hidden;  // -1 where padding lies between other keys; null when there is none
   int64_t bias_offset;    // to the bias of key `begin`
   const uint16_t* draws;  // null when nothing is dropped
@@ -96,8 +97,10 @@ void for_each_row(const AttentionScores& z, const Dropout& dropout, int64_t row_
   for (int64_t row = row_begin; row < row_end; ++row) {
     const int64_t begin = padding.begin;
     const int64_t end = z.causal ? std::min(padding.end, t + 1 + z.n_keys - z.n_queries) : padding.end;
-    Row r{row, begin, std::max<int64_t>(end - begin, 0), padding.hidden(), 0, nullptr};
-    if (r.hidden != nullptr) r.hidden += begin;
+    Row r{};
+    r.index = row, r.begin = begin, r.n = std::max<int64_t>(end - begin, 0);
+    r.n_more = (row_end - row) * z.n_keys - begin - r.n;
+    if (padding.hidden() != nullptr) r.hidden = padding.hidden() + begin;
     r.bias_offset = batch * z.bias_strides[0] + head * z.bias_strides[1] + t * z.bias_strides[2] + begin;
     if (r.n > 0) r.draws = draws.of(row, begin, end);
     if (r.draws != nullptr) r.draws += begin;
@@ -118,11 +121,14 @@ auto with_masks(const void* bias, const Row& row, Body&& body) {
   return row.hidden == nullptr ? body(true_type{}, false_type{}) : body(true_type{}, true_type{});
 }
 
-// z of kLanes keys. The idle lanes of a tail repeat the first key, which padding never hides.
+// z of kLanes keys. What the lanes beyond a rest hold is not looked at.
 template <bool kBias, bool kHoles, typename scalar_t, typename N>
 inline vfloat scaled_scores(const scalar_t* x, const scalar_t* bias, const int32_t* hidden, float scale, int64_t i, N n) {
-  vfloat v = load_n(x + i, n, to_float(x[0])) * scale;
-  if constexpr (kBias) v += load_n(bias + i, n, to_float(bias[0]));
+  vfloat v = load_n(x + i, n) * scale;
+  if constexpr (kBias && std::is_same<N, Rest>::value)
+    v += load_tail(bias + i, n.n);  // a bias may end here
+  else if constexpr (kBias)
+    v += load_n(bias + i, n);
   if constexpr (kHoles) v = load_bits<vint>(hidden + i) ? broadcast(-kInfinity) : v;
   return v;
 }
@@ -130,55 +136,115 @@ inline vfloat scaled_scores(const scalar_t* x, const scalar_t* bias, const int32
 // Zeros where the row sees nothing.
 template <typename scalar_t>
 inline void zero_hidden(scalar_t* out, const Row& row, int64_t n_keys) {
-  std::fill(out, out + row.begin, scalar_t{});
-  std::fill(out + row.begin + row.n, out + n_keys, scalar_t{});
+  if (row.begin > 0) std::fill(out, out + row.begin, scalar_t{});
+  if (row.begin + row.n < n_keys) std::fill(out + row.begin + row.n, out + n_keys, scalar_t{});
+}
+
+// One row: probs, and its log sum exp. `buffer` has n + 2 kLanes floats.
+template <typename scalar_t>
+inline float forward_row(const AttentionSoftmaxForward& a, const Row& row, float* buffer) {
+  const int64_t n_keys = a.z.n_keys, first = row.index * n_keys + row.begin, n = row.n;
+  const auto* x = static_cast<const scalar_t*>(a.scores) + first;
+  auto* probs = static_cast<scalar_t*>(a.probs) + first;
+  if (n == 0) {
+    zero_hidden(probs - row.begin, row, n_keys);
+    return kInfinity;
+  }
+  const float max = with_masks(a.z.bias, row, [&](auto has_bias, auto has_holes) {
+    const auto* bias = static_cast<const scalar_t*>(a.z.bias) + row.bias_offset;
+    const int32_t* hidden = row.hidden;
+    const float scale = a.z.scale;
+    for_each_vector_of_row(n, row.n_more, [=](int64_t i, auto count) {
+      store(buffer + i, scaled_scores<has_bias, has_holes>(x, bias, hidden, scale, i, count));
+    });
+    store(buffer + n, broadcast(-kInfinity));                                    // from here on the row is whole vectors
+    vfloat max0 = broadcast(std::numeric_limits<float>::lowest()), max1 = max0;  // they pass over NaN, which the sum will meet
+    int64_t i = 0;
+    for (; i + kLanes < n; i += 2 * kLanes) {
+      const vfloat v0 = load(buffer + i), v1 = load(buffer + i + kLanes);
+      max0 = v0 > max0 ? v0 : max0;
+      max1 = v1 > max1 ? v1 : max1;
+    }
+    if (i < n) {
+      const vfloat v = load(buffer + i);
+      max0 = v > max0 ? v : max0;
+    }
+    return reduce_max(max0 > max1 ? max0 : max1);
+  });
+  vfloat sums{};
+  for (int64_t i = 0; i < n; i += kLanes) {
+    const vfloat e = exp_nonpositive(load(buffer + i) - max);
+    sums += e;
+    store(buffer + i, e);
+  }
+  const float sum = reduce_add(sums), factor = sum == 0.0f ? 0.0f : a.dropout.scale / sum;
+  if (row.draws == nullptr) {
+    for_each_vector_of_row(n, row.n_more, [=](int64_t i, auto count) { store_n(probs + i, load(buffer + i) * factor, count); });
+  } else {
+    const uint16_t* draws = row.draws;
+    const uint32_t threshold = a.dropout.threshold;
+    for_each_vector_of_row(n, row.n_more, [=](int64_t i, auto count) {
+      store_n(probs + i, keep_lanes(draws + i, threshold) ? load(buffer + i) * factor : vfloat{}, count);
+    });
+  }
+  zero_hidden(probs - row.begin, row, n_keys);
+  if (a.lse == nullptr) return 0.0f;
+  return sum == 0.0f ? kInfinity : max + std::log(sum);
+}
+
+// One row of grad_scores. `probs` and `grads`, n + kLanes floats each, receive P and g.
+template <typename scalar_t>
+inline void backward_row(const AttentionSoftmaxBackward& a, const Row& row, float* probs, float* grads) {
+  const int64_t n_keys = a.z.n_keys, first = row.index * n_keys + row.begin, n = row.n;
+  const auto* saved = static_cast<const scalar_t*>(a.saved) + first;
+  const auto* grad_probs = static_cast<const scalar_t*>(a.grad_probs) + first;
+  auto* grad_scores = static_cast<scalar_t*>(a.grad_scores) + first;
+  const float scale = a.z.scale, dropout_scale = a.dropout.scale;
+  const uint32_t threshold = a.dropout.threshold;
+  const uint16_t* draws = row.draws;
+  // The sum of g P, with P by probability(i, count). A masked key's g is not looked at.
+  const auto dot = [=](auto&& probability, auto has_dropout) {
+    vfloat sums{};
+    for_each_vector_of_row(n, row.n_more, [=, &sums](int64_t i, auto count) {
+      const vfloat p = only(count, probability(i, count));
+      vfloat g = load_n(grad_probs + i, count);
+      if constexpr (has_dropout) g = keep_lanes(draws + i, threshold) ? g * dropout_scale : vfloat{};
+      g = p == 0.0f ? vfloat{} : g;
+      sums += p * g;
+      store(probs + i, p);
+      store(grads + i, g);
+    });
+    return reduce_add(sums);
+  };
+  float sum;
+  if (a.lse == nullptr) {
+    sum = dot([=](int64_t i, auto count) { return load_n(saved + i, count); }, std::false_type{});
+  } else {
+    const float lse = a.lse[row.index];
+    sum = with_masks(a.z.bias, row, [=, &a](auto has_bias, auto has_holes) {
+      const auto* bias = static_cast<const scalar_t*>(a.z.bias) + row.bias_offset;
+      const int32_t* hidden = row.hidden;
+      const auto probability = [=](int64_t i, auto count) {
+        return exp_nonpositive(scaled_scores<has_bias, has_holes>(saved, bias, hidden, scale, i, count) - lse);
+      };
+      return draws == nullptr ? dot(probability, std::false_type{}) : dot(probability, std::true_type{});
+    });
+  }
+  for_each_vector_of_row(n, row.n_more, [=](int64_t i, auto count) {
+    store_n(grad_scores + i, load(probs + i) * scale * (load(grads + i) - sum), count);
+  });
+  zero_hidden(grad_scores - row.begin, row, n_keys);
 }
 
 }  // namespace
 
 void attention_softmax_forward(const AttentionSoftmaxForward& a) {
   dispatch_dtype(a.dtype, [&](auto scalar) {
-    using scalar_t = decltype(scalar);
-    const int64_t n_keys = a.z.n_keys;
-    parallel_for(0, a.z.n_rows, rows_per_thread(n_keys), [&](int64_t row_begin, int64_t row_end) {
-      const std::unique_ptr<float[]> buffer(new float[n_keys + 2 * kLanes]);
-      float* z = buffer.get();
+    parallel_for(0, a.z.n_rows, rows_per_thread(a.z.n_keys), [&](int64_t row_begin, int64_t row_end) {
+      const std::unique_ptr<float[]> buffer(new float[a.z.n_keys + 2 * kLanes]);
       for_each_row(a.z, a.dropout, row_begin, row_end, [&](const Row& row) {
-        const auto* x = static_cast<const scalar_t*>(a.scores) + row.index * n_keys + row.begin;
-        auto* probs = static_cast<scalar_t*>(a.probs) + row.index * n_keys;
-        zero_hidden(probs, row, n_keys);
-        float sum = 0.0f, max = -kInfinity;
-        if (row.n > 0) {
-          max = with_masks(a.z.bias, row, [&](auto has_bias, auto has_holes) {
-            const auto* bias = static_cast<const scalar_t*>(a.z.bias) + row.bias_offset;
-            vfloat running = broadcast(-kInfinity);  // passes over NaN, which the sum will meet
-            for_each_vector_overlapping(row.n, [&](int64_t i, auto n) {
-              const vfloat v = scaled_scores<has_bias, has_holes>(x, bias, row.hidden, a.z.scale, i, n);
-              running = v > running ? v : running;
-              store(z + i, v);
-            });
-            return reduce_max(running);
-          });
-          store(z + row.n, broadcast(-kInfinity));  // the vector with the row's rest in it
-          const float shift = max == -kInfinity ? 0.0f : max;
-          vfloat sums{};
-          for (int64_t i = 0; i < row.n; i += kLanes) {
-            const vfloat e = exp_nonpositive(load(z + i) - shift);
-            sums += e;
-            store(z + i, e);
-          }
-          sum = reduce_add(sums);
-          probs += row.begin;
-          const float factor = sum == 0.0f ? 0.0f : a.dropout.scale / sum;
-          if (row.draws == nullptr)
-            for_each_vector_overlapping(row.n, [&](int64_t i, auto n) { store_n(probs + i, load(z + i) * factor, n); });
-          else
-            for_each_vector_overlapping(row.n, [&](int64_t i, auto n) {
-              const vint keep = keep_lanes(row.draws + i, a.dropout.threshold);
-              store_n(probs + i, keep ? load(z + i) * factor : vfloat{}, n);
-            });
-        }
-        if (a.lse != nullptr) a.lse[row.index] = sum == 0.0f ? kInfinity : max + std::log(sum);
+        const float lse = forward_row<decltype(scalar)>(a, row, buffer.get());
+        if (a.lse != nullptr) a.lse[row.index] = lse;
       });
     });
   });
@@ -186,47 +252,11 @@ void attention_softmax_forward(const AttentionSoftmaxForward& a) {
 
 void attention_softmax_backward(const AttentionSoftmaxBackward& a) {
   dispatch_dtype(a.dtype, [&](auto scalar) {
-    using scalar_t = decltype(scalar);
-    const int64_t n_keys = a.z.n_keys;
-    parallel_for(0, a.z.n_rows, rows_per_thread(n_keys), [&](int64_t row_begin, int64_t row_end) {
-      const int64_t pitch = n_keys + kLanes;
+    parallel_for(0, a.z.n_rows, rows_per_thread(a.z.n_keys), [&](int64_t row_begin, int64_t row_end) {
+      const int64_t pitch = a.z.n_keys + kLanes;
       const std::unique_ptr<float[]> buffer(new float[2 * pitch]);
-      float *probs = buffer.get(), *grads = probs + pitch;  // P and g of the row
-      for_each_row(a.z, a.dropout, row_begin, row_end, [&](const Row& row) {
-        const int64_t first = row.index * n_keys + row.begin;
-        const auto* saved = static_cast<const scalar_t*>(a.saved) + first;
-        const auto* grad_probs = static_cast<const scalar_t*>(a.grad_probs) + first;
-        auto* grad_scores = static_cast<scalar_t*>(a.grad_scores) + first;
-        zero_hidden(grad_scores - row.begin, row, n_keys);
-        if (row.n == 0) return;
-        // The sum of g P, with P by probability(i, n). A masked key's g is not looked at.
-        const auto dot = [&](auto&& probability) {
-          vfloat sums{};
-          for_each_vector_overlapping(row.n, [&](int64_t i, auto n) {
-            const vfloat p = probability(i, n);
-            vfloat g = load_n(grad_probs + i, n);
-            g = p == 0.0f ? vfloat{} : g;
-            if (row.draws != nullptr) g = keep_lanes(row.draws + i, a.dropout.threshold) ? g * a.dropout.scale : vfloat{};
-            sums += fresh(p * g, n);
-            store(probs + i, p);
-            store(grads + i, g);
-          });
-          return reduce_add(sums);
-        };
-        const float sum = a.lse == nullptr
-                              ? dot([&](int64_t i, auto n) { return load_n(saved + i, n); })
-                              : with_masks(a.z.bias, row, [&](auto has_bias, auto has_holes) {
-                                  const auto* bias = static_cast<const scalar_t*>(a.z.bias) + row.bias_offset;
-                                  const float lse = a.lse[row.index];
-                                  return dot([&](int64_t i, auto n) {
-                                    return exp_nonpositive(
-                                        scaled_scores<has_bias, has_holes>(saved, bias, row.hidden, a.z.scale, i, n) - lse);
-                                  });
-                                });
-        for_each_vector_overlapping(row.n, [&](int64_t i, auto n) {
-          store_n(grad_scores + i, load(probs + i) * a.z.scale * (load(grads + i) - sum), n);
-        });
-      });
+      for_each_row(a.z, a.dropout, row_begin, row_end,
+                   [&](const Row& row) { backward_row<decltype(scalar)>(a, row, buffer.get(), buffer.get() + pitch); });
     });
   });
 }
