@@ -23,6 +23,13 @@ STABLE_TORCH_LIBRARY_FRAGMENT(LS_NAMESPACE, m) {
   m.def(
       "bias_dropout_residual_backward(Tensor grad_y, float p, Tensor? seed, int offset, bool needs_x_grad,"
       " bool needs_bias_grad) -> (Tensor grad_x, Tensor grad_bias)");
+  m.def(
+      "embedding_forward(Tensor tokens, Tensor weight, Tensor? positions, int? padding_idx, float scale, float p, Tensor? seed,"
+      " int offset) -> Tensor");
+  m.def(
+      "embedding_backward(Tensor grad_y, Tensor tokens, int? padding_idx, float scale, float p, Tensor? seed, int offset,"
+      " int n_embeddings, int n_positions, bool needs_weight_grad, bool needs_positions_grad, bool deterministic)"
+      " -> (Tensor grad_weight, Tensor grad_positions)");
   m.def("layer_norm_forward(Tensor x, Tensor? weight, Tensor? bias, float eps) -> (Tensor y, Tensor mean, Tensor rstd)");
   m.def(
       "layer_norm_backward(Tensor grad_y, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, bool needs_weight_grad,"
@@ -57,6 +64,8 @@ void implement(torch::stable::detail::StableLibrary& m) {
   m.impl("bias_act_dropout_backward", TORCH_BOX(&ls::bias_act_dropout_backward));
   m.impl("bias_dropout_residual_forward", TORCH_BOX(&ls::bias_dropout_residual_forward));
   m.impl("bias_dropout_residual_backward", TORCH_BOX(&ls::bias_dropout_residual_backward));
+  m.impl("embedding_forward", TORCH_BOX(&ls::embedding_forward));
+  m.impl("embedding_backward", TORCH_BOX(&ls::embedding_backward));
   m.impl("layer_norm_forward", TORCH_BOX(&ls::layer_norm_forward));
   m.impl("layer_norm_backward", TORCH_BOX(&ls::layer_norm_backward));
   m.impl("label_smoothed_cross_entropy_forward", TORCH_BOX(&ls::label_smoothed_cross_entropy_forward));

@@ -1,8 +1,9 @@
 // What a binding hands to a launcher: raw pointers, sizes and constants, free of torch. The same structs serve the CPU
 // kernels, the CUDA kernels and the CUDA kernels under the SIMT harness.
 //
-// N: rows (tokens), C: model width, F: feed-forward width, V: vocabulary. `scalar` stands for the element type that `dtype` names. All tensors are
-// contiguous and row-major; sizes and offsets are 64-bit. Outputs are overwritten (=) unless a comment says +=.
+// N: rows (tokens), B: sentences, T: tokens of each, C: model width, F: feed-forward width, V: vocabulary. `scalar` stands for
+// the element type that `dtype` names. All tensors are contiguous and row-major; sizes and offsets are 64-bit. Outputs are
+// overwritten (=) unless a comment says +=.
 #pragma once
 
 #include <cstdint>
@@ -210,6 +211,43 @@ struct GradNormFinish {
 // threads or multiprocessors.
 constexpr int64_t kNormChunk = 16384;
 inline int64_t grad_norm_n_chunks(int64_t n_elem) { return (n_elem + kNormChunk - 1) / kNormChunk; }
+
+// y = dropout(scale * weight[token] + positions[position]) for each token, where
+//   position = padding_idx + the number of tokens that are not padding up to this one in its sentence; of padding, padding_idx
+// (fairseq's make_positions). With padding_idx = -1 no token is padding, and the position is that in the sentence, from 0.
+struct EmbeddingForward {
+  const int64_t* tokens;          // (B, T), each in [0, V)
+  const void* weight;             // scalar (V, C)
+  const void* positions;          // scalar (n_positions, C) or null (zeros)
+  void* y;                        // scalar (B, T, C)
+  int64_t n_sentences, n_tokens;  // B, T
+  int64_t n_embeddings;           // V
+  int64_t n_positions, n_cols;
+  int64_t padding_idx;
+  float scale;
+  Dropout dropout;
+  DType dtype;
+};
+
+// With g = dropout(grad_y) by the forward's mask, and zero in the rows padding_idx of both:
+//   grad_weight[v] = scale * sum of g over the tokens v, grad_positions[p] = sum of g over the tokens at p
+struct EmbeddingBackward {
+  const void* grad_y;     // scalar (B, T, C)
+  const int64_t* tokens;  // (B, T)
+  void* grad_weight;      // scalar (V, C) or null
+  void* grad_positions;   // scalar (n_positions, C) or null
+  // CUDA only:
+  const int64_t* sorted_tokens;  // (N,) the tokens in ascending order, and their places in (B, T); equal ones in the order of
+  const int64_t* sorted_rows;    // their places. Null: grad_weight by atomics, fp32 only
+  int32_t* token_at;             // workspace (B, T) when grad_positions is wanted, else null
+  int64_t n_sentences, n_tokens;
+  int64_t n_embeddings;
+  int64_t n_positions, n_cols;
+  int64_t padding_idx;
+  float scale;
+  Dropout dropout;
+  DType dtype;
+};
 
 // fairseq's Adam, element by element, in fp32:
 //   g = grad * grad_scale

@@ -10,6 +10,11 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#include <unistd.h>
+#endif
+
 #include <cmath>
 #include <optional>
 #include <sstream>
@@ -184,6 +189,23 @@ inline Tensor new_empty(const Tensor& like, std::initializer_list<int64_t> shape
   return empty(like, shape.begin(), static_cast<int64_t>(shape.size()), dtype);
 }
 inline Tensor new_like(const Tensor& t) { return empty(t, t.sizes().data(), t.dim(), t.scalar_type()); }
+
+// Asks Linux for huge pages in new CPU memory of several MB, before its first touch. torch's allocator gives tables of 32 MB and more
+// back to the system and gets them anew at each step; filling 64 MB by faults of 4 KB takes 23 ms, by faults of 2 MB 4 ms (EPYC,
+// two threads). Where the system grants none, nothing changes.
+inline void advise_huge_pages(const Tensor& t) {
+#if defined(__linux__)
+  constexpr int64_t kMinBytes = int64_t{4} << 20;
+  const int64_t n_bytes = t.numel() * t.element_size();
+  if (!t.is_cpu() || n_bytes < kMinBytes) return;
+  const auto page_bytes = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+  const auto address = reinterpret_cast<uintptr_t>(t.const_data_ptr());
+  const uintptr_t begin = address / page_bytes * page_bytes;  // the allocator's header before the tensor shares its page
+  madvise(reinterpret_cast<void*>(begin), address + n_bytes - begin, MADV_HUGEPAGE);
+#else
+  (void)t;
+#endif
+}
 
 // Dropout's constants for the kernels. A seed on the CPU is read here; one on the GPU is read by the kernel, so that nobody
 // waits for it.

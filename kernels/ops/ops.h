@@ -23,6 +23,14 @@ Tensor bias_dropout_residual_forward(const Tensor& x, const OptionalTensor& bias
 std::tuple<Tensor, Tensor> bias_dropout_residual_backward(const Tensor& grad_y, double p, const OptionalTensor& seed,
                                                           int64_t offset, bool needs_x_grad, bool needs_bias_grad);
 
+Tensor embedding_forward(const Tensor& tokens, const Tensor& weight, const OptionalTensor& positions,
+                         std::optional<int64_t> padding_idx, double scale, double p, const OptionalTensor& seed,
+                         int64_t offset);
+std::tuple<Tensor, Tensor> embedding_backward(const Tensor& grad_y, const Tensor& tokens, std::optional<int64_t> padding_idx,
+                                              double scale, double p, const OptionalTensor& seed, int64_t offset,
+                                              int64_t n_embeddings, int64_t n_positions, bool needs_weight_grad,
+                                              bool needs_positions_grad, bool deterministic);
+
 std::tuple<Tensor, Tensor, Tensor> layer_norm_forward(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
                                                       double eps);
 std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& grad_y, const Tensor& x, const OptionalTensor& weight,

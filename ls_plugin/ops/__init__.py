@@ -10,6 +10,7 @@ from ls_plugin.ops import adam as _adam
 from ls_plugin.ops import attention_softmax as _attention_softmax
 from ls_plugin.ops import bias_act_dropout as _bias_act_dropout
 from ls_plugin.ops import bias_dropout_residual as _bias_dropout_residual
+from ls_plugin.ops import embedding as _embedding
 from ls_plugin.ops import grad_norm as _grad_norm
 from ls_plugin.ops import label_smoothed_cross_entropy as _label_smoothed_cross_entropy
 from ls_plugin.ops import layer_norm as _layer_norm
@@ -18,6 +19,7 @@ from ls_plugin.ops.adam import adam_step
 from ls_plugin.ops.attention_softmax import attention_softmax
 from ls_plugin.ops.bias_act_dropout import bias_act_dropout
 from ls_plugin.ops.bias_dropout_residual import bias_dropout_residual
+from ls_plugin.ops.embedding import embedding
 from ls_plugin.ops.grad_norm import grad_norm
 from ls_plugin.ops.label_smoothed_cross_entropy import label_smoothed_cross_entropy
 from ls_plugin.ops.layer_norm import layer_norm
@@ -28,6 +30,7 @@ __all__ = [
     "attention_softmax",
     "bias_act_dropout",
     "bias_dropout_residual",
+    "embedding",
     "grad_norm",
     "label_smoothed_cross_entropy",
     "layer_norm",
@@ -42,6 +45,7 @@ def register(namespace: str) -> None:
         _attention_softmax,
         _bias_act_dropout,
         _bias_dropout_residual,
+        _embedding,
         _grad_norm,
         _label_smoothed_cross_entropy,
         _layer_norm,

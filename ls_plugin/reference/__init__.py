@@ -9,6 +9,7 @@ from ls_plugin.reference.attention_softmax import attention_softmax
 from ls_plugin.reference.bias_act_dropout import bias_act_dropout
 from ls_plugin.reference.bias_dropout_residual import bias_dropout_residual
 from ls_plugin.reference.dropout import dropout_keep_mask, dropout_scale, dropout_threshold
+from ls_plugin.reference.embedding import embedding, position_ids
 from ls_plugin.reference.grad_norm import grad_norm
 from ls_plugin.reference.label_smoothed_cross_entropy import label_smoothed_cross_entropy
 from ls_plugin.reference.layer_norm import layer_norm
@@ -22,10 +23,12 @@ __all__ = [
     "dropout_keep_mask",
     "dropout_scale",
     "dropout_threshold",
+    "embedding",
     "grad_norm",
     "join_master",
     "label_smoothed_cross_entropy",
     "layer_norm",
     "linear_cross_entropy",
+    "position_ids",
     "split_master",
 ]

@@ -18,7 +18,7 @@ from .nvcc import ARCHS, OPS, Instance
 
 # printf's arguments lie on the stack; only a refused target ever touches them.
 STACK_BYTES_OF_PRINTF = 32
-PRINTS = re.compile(r"label_smoothed_cross_entropy_forward_kernel")
+PRINTS = re.compile(r"label_smoothed_cross_entropy_forward|embedding_forward|embedding_grad_weight")
 
 pytestmark = pytest.mark.skipif(
     nvcc.find_nvcc() is None, reason="nvcc was not found: install the CUDA toolkit or set CUDA_HOME to it"
@@ -95,6 +95,11 @@ LEAST_VECTOR_ACCESSES: dict[str, Callable[[Template], tuple[int, int]] | None] =
     "bias_act_dropout_backward_kernel": lambda t: (2 * t.per_group, t.per_group),  # grad_y and what was saved; grad_x
     "bias_dropout_residual_forward_kernel": lambda t: (3 * t.per_group, t.per_group),  # x, bias, residual; y
     "bias_dropout_residual_backward_kernel": lambda t: (t.per_group, t.per_group),
+    "embedding_forward_kernel": lambda t: (2 * t.per_group, t.per_group),  # a row of each table; y
+    "embedding_grad_weight_atomic_kernel": lambda t: (2, 0),  # atomics are no stores; fp32
+    "embedding_grad_weight_sorted_kernel": lambda t: (4 * t.per_group, t.per_group),  # rows in flight; the sum
+    "embedding_token_at_kernel": None,
+    "embedding_grad_positions_kernel": lambda t: (4 * t.per_group, t.per_group),
     "finish_column_sums_kernel": None,
     "grad_norm_finish_kernel": None,
     "grad_norm_squares_kernel": lambda t: (4, 0),  # unrolled by four
