@@ -24,7 +24,10 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kTeams = kThreads / kWarpSize;  // of a block, at most: a team is one warp or more
-constexpr int kBatch = 4;                     // rows of grad_y in flight while they are added in order
+
+// Rows of grad_y that a thread has in flight while it adds them in order. Single elements are a path for odd shapes: not worth spills.
+template <int kWidth>
+constexpr int kBatch = kWidth == 1 ? 1 : 4;
 
 // threadIdx.x counts groups of eight columns, threadIdx.y teams.
 dim3 team_block(int64_t n_cols) {
@@ -141,14 +144,14 @@ __global__ void __launch_bounds__(kThreads) embedding_grad_weight_atomic_kernel(
 // sum += g of the rows, in order; a negative row stands for none. All loads are under way before the first addition.
 template <int kWidth, typename scalar_t>
 __device__ __forceinline__ void add_rows(const EmbeddingBackward& a, const scalar_t* grad_y, uint64_t seed, int64_t n_groups,
-                                         int64_t group, const int64_t (&rows)[kBatch], float (&sum)[kDropoutGroup]) {
+                                         int64_t group, const int64_t (&rows)[kBatch<kWidth>], float (&sum)[kDropoutGroup]) {
   const int64_t col = group * kDropoutGroup;
-  float g[kBatch][kDropoutGroup];
+  float g[kBatch<kWidth>][kDropoutGroup];
 #pragma unroll
-  for (int b = 0; b < kBatch; ++b)
+  for (int b = 0; b < kBatch<kWidth>; ++b)
     load_group<kWidth>(grad_y + rows[b] * a.n_cols + col, rows[b] >= 0 ? a.n_cols - col : 0, g[b]);
 #pragma unroll
-  for (int b = 0; b < kBatch; ++b) {
+  for (int b = 0; b < kBatch<kWidth>; ++b) {
     if (rows[b] < 0) continue;
     if (a.dropout.threshold != 0) apply_dropout(a.dropout, seed, rows[b] * n_groups + group, g[b]);
 #pragma unroll
@@ -175,10 +178,10 @@ __global__ void __launch_bounds__(kThreads) embedding_grad_weight_sorted_kernel(
   for (int64_t group = threadIdx.x; group < n_groups; group += blockDim.x) {
     float sum[kDropoutGroup] = {};
     bool more = true;
-    for (int64_t i = first; more; i += kBatch) {
-      int64_t rows[kBatch];
+    for (int64_t i = first; more; i += kBatch<kWidth>) {
+      int64_t rows[kBatch<kWidth>];
 #pragma unroll
-      for (int b = 0; b < kBatch; ++b) {
+      for (int b = 0; b < kBatch<kWidth>; ++b) {
         more = more && i + b < n_rows && a.sorted_tokens[i + b] == token;
         rows[b] = more ? a.sorted_rows[i + b] : -1;
       }
@@ -221,10 +224,10 @@ __global__ void __launch_bounds__(kThreads) embedding_grad_positions_kernel(cons
   const uint64_t seed = dropout_seed(a.dropout);
   for (int64_t group = threadIdx.x; group < n_groups; group += blockDim.x) {
     float sum[kDropoutGroup] = {};
-    for (int64_t first = 0; first < n_sentences; first += kBatch) {
-      int64_t rows[kBatch];
+    for (int64_t first = 0; first < n_sentences; first += kBatch<kWidth>) {
+      int64_t rows[kBatch<kWidth>];
 #pragma unroll
-      for (int b = 0; b < kBatch; ++b) {
+      for (int b = 0; b < kBatch<kWidth>; ++b) {
         const int64_t row = (first + b) * a.n_tokens, t = first + b < n_sentences ? a.token_at[row + k] : -1;
         rows[b] = t < 0 ? -1 : row + t;
       }

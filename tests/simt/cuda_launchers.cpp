@@ -15,6 +15,19 @@ TEST(target_outside_the_vocabulary, {
   ls::cuda::label_smoothed_cross_entropy_forward(a, nullptr);
 })
 
+// Two sentences of three tokens on tables of eight rows: `token` stands last in the second.
+static void embed(int64_t token, int64_t n_positions) {
+  Buffer<int64_t> tokens(6, "tokens", false, 2);
+  Buffer<float> weight(8 * 4, "weight", false, 1.0f), positions(8 * 4, "positions", false, 1.0f), y(6 * 4, "y");
+  tokens.host[5] = token;
+  ls::EmbeddingForward a{};
+  a.tokens = tokens.data(), a.weight = weight.data(), a.positions = positions.data(), a.y = y.data();
+  a.n_sentences = 2, a.n_tokens = 3, a.n_embeddings = 8, a.n_positions = n_positions, a.n_cols = 4, a.padding_idx = 1;
+  ls::cuda::embedding_forward(a, nullptr);
+}
+TEST(token_outside_the_vocabulary, { embed(8, 8); })
+TEST(sentence_beyond_the_table_of_positions, { embed(7, 4); })
+
 // 2^31 rows of a block each are one more than a grid can have.
 TEST(more_blocks_than_a_grid_has, {
   ls::LayerNormForward a{};

@@ -195,6 +195,8 @@ def test_cross_entropy_beyond_two_to_the_31_elements(simt):
     "name, message",
     {
         "target_outside_the_vocabulary": r"__trap\(\) was called \(label_smoothed_cross_entropy.cu:\d+",
+        "token_outside_the_vocabulary": r"embedding_forward_kernel<float, 4>: block .*: __trap\(\) was called",
+        "sentence_beyond_the_table_of_positions": r"embedding_forward_kernel<float, 4>: block .*: __trap\(\) was called",
         "more_blocks_than_a_grid_has": r"^layer_norm_forward: input needs 2147483648 thread blocks, expected at most 2147483647; "
         r"split the input along its first dimension$",
         "unknown_dtype": r"^adam_step: dtype code 7 is none of float32, float16, bfloat16$",
@@ -213,5 +215,9 @@ def test_launchers_refuse(name, message, capfd):
     function = getattr(ctypes.CDLL(str(path)), name)
     function.restype = ctypes.c_char_p
     assert re.search(message, function().decode())
-    if name == "target_outside_the_vocabulary":
-        assert "target[1] is 8, expected 0 <= target < V = 8 or ignore_index = 1" in capfd.readouterr().out
+    printed = {
+        "target_outside_the_vocabulary": "target[1] is 8, expected 0 <= target < V = 8 or ignore_index = 1",
+        "token_outside_the_vocabulary": "token 8 at position 5 of the batch is outside the vocabulary of 8 entries",
+        "sentence_beyond_the_table_of_positions": "sentence 0 needs position 4 of a table of 4",
+    }
+    assert printed.get(name, "") in capfd.readouterr().out

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from fairseq.modules import SinusoidalPositionalEmbedding
 from fairseq.utils import make_positions
-from harness import Case, shapes_for
+from harness import CUDA_ELEMENTS, Case
 
 from ls_plugin import ops
 
@@ -25,7 +25,9 @@ def cases(device, dtype):
     seed = torch.tensor([5])
     # B, T, V, C
     shapes = ((4, 8, 8000, 256), (16, 64, 8000, 512), (16, 64, 32000, 512), (16, 64, 32000, 1024))
-    for n_sentences, n_tokens, n_embeddings, n_cols in shapes_for(device, shapes):
+    if device.type == "cuda":
+        shapes = tuple((CUDA_ELEMENTS // (256 * n_cols), 256, 32000, n_cols) for n_cols in (512, 1024))
+    for n_sentences, n_tokens, n_embeddings, n_cols in shapes:
         tokens = _tokens(n_sentences, n_tokens, n_embeddings, generator).to(device)
         weight = torch.randn(n_embeddings, n_cols, generator=generator).to(device, dtype)
         table = SinusoidalPositionalEmbedding.get_embedding(MAX_POSITIONS + PAD + 1, n_cols, PAD).to(device, dtype)
