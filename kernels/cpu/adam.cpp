@@ -2,6 +2,10 @@
 //
 // Memory: reads param, grad and both moments, writes param, both moments and, when asked, a 16-bit copy and zeros: 28 to 34 bytes
 // per element with an fp32 param, where stock's sequence of operators moves about 80. Elements are independent; threads own blocks.
+//
+// Ordinary stores: all lines but those of a copy have just been read. Non-temporal ones for the copy alone save 3 % of 10 million
+// parameters' time and cost up to 6 % where the buffers fit the caches; for everything they double it. Prefetching the next block
+// costs 8 % (EPYC, two threads).
 #include <type_traits>
 
 #include "cpu/parallel.h"
