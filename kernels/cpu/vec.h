@@ -58,11 +58,16 @@ inline void dispatch_dtype(DType dtype, Body&& body) {
   }
 }
 
+// At any alignment, of any type. Not memcpy: gcc 12 keeps what it copied in integer registers, and in memory when it runs out of them.
 template <typename V, typename T>
 inline V load_bits(const T* p) {
-  V v;
-  std::memcpy(&v, p, sizeof(V));
-  return v;
+  typedef V Unaligned __attribute__((aligned(1), may_alias));
+  return *reinterpret_cast<const Unaligned*>(p);
+}
+template <typename V, typename T>
+inline void store_bits(T* p, V v) {
+  typedef V Unaligned __attribute__((aligned(1), may_alias));
+  *reinterpret_cast<Unaligned*>(p) = v;
 }
 
 inline vfloat broadcast(float value) { return value - vfloat{}; }
@@ -124,10 +129,21 @@ inline vuint widen(vhalf v) {
   return __builtin_convertvector(v, vuint);
 #endif
 }
+// The low halves of kLanes integers below 65,536.
+inline vhalf narrow(vuint v) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<vhalf>(_mm512_cvtepi32_epi16(reinterpret_cast<__m512i>(v)));
+#elif defined(__AVX2__)
+  const __m256i packed = _mm256_packus_epi32(reinterpret_cast<__m256i>(v), reinterpret_cast<__m256i>(v));
+  return reinterpret_cast<vhalf>(_mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08)));
+#else
+  return __builtin_convertvector(v, vhalf);
+#endif
+}
 
 // kLanes elements at p, any alignment.
 inline vfloat load(const float* p) { return load_bits<vfloat>(p); }
-inline void store(float* p, vfloat v) { std::memcpy(p, &v, sizeof(v)); }
+inline void store(float* p, vfloat v) { store_bits(p, v); }
 
 inline vfloat load(const bfloat16* p) {
   const vuint wide = widen(load_bits<vhalf>(p)) << 16;
@@ -136,9 +152,7 @@ inline vfloat load(const bfloat16* p) {
 inline void store(bfloat16* p, vfloat v) {
   const vuint bits = reinterpret_cast<vuint>(v);
   const vuint rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
-  const vuint nan = reinterpret_cast<vuint>(v != v);
-  const vhalf narrow = __builtin_convertvector((rounded & ~nan) | (nan & 0x7FC0u), vhalf);
-  std::memcpy(p, &narrow, sizeof(narrow));
+  store_bits(p, narrow(v != v ? 0x7FC0u - vuint{} : rounded));
 }
 
 inline vfloat load(const float16* p) {
@@ -155,10 +169,10 @@ inline vfloat load(const float16* p) {
 inline void store(float16* p, vfloat v) {
 #if defined(__AVX512F__)
   const __m256i bits = _mm512_cvtps_ph(reinterpret_cast<__m512>(v), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  std::memcpy(p, &bits, sizeof(bits));
+  store_bits(p, bits);
 #elif defined(__F16C__)
   const __m128i bits = _mm256_cvtps_ph(reinterpret_cast<__m256>(v), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  std::memcpy(p, &bits, sizeof(bits));
+  store_bits(p, bits);
 #else
   for (int i = 0; i < kLanes; ++i) from_float(v[i], &p[i]);
 #endif
