@@ -35,6 +35,15 @@ STABLE_TORCH_LIBRARY_FRAGMENT(LS_NAMESPACE, m) {
       "layer_norm_backward(Tensor grad_y, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, bool needs_weight_grad,"
       " bool needs_bias_grad) -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)");
   m.def(
+      "residual_layer_norm_forward(Tensor x, Tensor? bias, Tensor? residual, Tensor? weight, Tensor? norm_bias, float p,"
+      " Tensor? seed, int offset, float eps) -> (Tensor sum, Tensor y, Tensor mean, Tensor rstd)");
+  m.def(
+      "residual_layer_norm_backward(Tensor? grad_sum, Tensor grad_y, Tensor sum, Tensor? weight, Tensor mean, Tensor rstd, "
+      "float p,"
+      " Tensor? seed, int offset, bool needs_x_grad, bool needs_residual_grad, bool needs_bias_grad, bool needs_weight_grad,"
+      " bool needs_norm_bias_grad)"
+      " -> (Tensor grad_x, Tensor grad_residual, Tensor grad_bias, Tensor grad_weight, Tensor grad_norm_bias)");
+  m.def(
       "label_smoothed_cross_entropy_forward(Tensor logits, Tensor target, Tensor(a!)? grad, float epsilon, int ignore_index,"
       " float grad_scale) -> (Tensor loss, Tensor nll)");
   m.def("label_smoothed_cross_entropy_backward(Tensor(a!) grad, Tensor grad_loss, float factor) -> ()");
@@ -68,6 +77,8 @@ void implement(torch::stable::detail::StableLibrary& m) {
   m.impl("embedding_backward", TORCH_BOX(&ls::embedding_backward));
   m.impl("layer_norm_forward", TORCH_BOX(&ls::layer_norm_forward));
   m.impl("layer_norm_backward", TORCH_BOX(&ls::layer_norm_backward));
+  m.impl("residual_layer_norm_forward", TORCH_BOX(&ls::residual_layer_norm_forward));
+  m.impl("residual_layer_norm_backward", TORCH_BOX(&ls::residual_layer_norm_backward));
   m.impl("label_smoothed_cross_entropy_forward", TORCH_BOX(&ls::label_smoothed_cross_entropy_forward));
   m.impl("label_smoothed_cross_entropy_backward", TORCH_BOX(&ls::label_smoothed_cross_entropy_backward));
   m.impl("attention_softmax_forward", TORCH_BOX(&ls::attention_softmax_forward));

@@ -125,6 +125,27 @@ struct LayerNormBackward {
   DType dtype;
 };
 
+// sum = residual + dropout(x + bias) and y = layer_norm(sum), of the sum as it is stored. norm.x is sum, norm.bias the norm's own.
+struct ResidualLayerNormForward {
+  const void* x;         // scalar (N, C)
+  const void* bias;      // scalar (C,) or null
+  const void* residual;  // scalar (N, C) or null
+  void* sum;             // scalar (N, C)
+  LayerNormForward norm;
+  Dropout dropout;
+};
+
+// grad_residual = grad_sum + the norm's gradient of its x, grad_x = dropout(grad_residual) with the forward's mask, grad_bias =
+// sum over rows of grad_x. norm.grad_x is grad_residual and may be null where only grad_x is wanted; grad_bias needs one of the two.
+struct ResidualLayerNormBackward {
+  LayerNormBackward
+      norm;              // its workspace is (3, n_partials, C): the norm's weight and bias, then bias; null when none is wanted
+  const void* grad_sum;  // scalar (N, C) or null
+  void* grad_x;          // scalar (N, C); or null: not wanted, or p == 0, where it is grad_residual
+  void* grad_bias;       // scalar (C,) or null
+  Dropout dropout;
+};
+
 // With q = softmax(logits[n]), and p = 1 - epsilon at the target, epsilon / (V - 1) elsewhere (fairseq's convention):
 //   nll[n] = -log q[target], loss[n] = -sum_v p_v log q_v, grad[n] = (q - p) * grad_scale
 // A row whose target is ignore_index gives loss 0, nll 0 and a gradient of zeros. For V == 1 the loss is (1 - epsilon) nll = 0.

@@ -114,6 +114,14 @@ inline void check_device_scalar(const char* op, const char* name, const std::opt
   check_device(op, name, *t, reference);
 }
 
+// `t` holds one fp32 number for each of n_rows rows of x, on x's device, contiguous.
+inline void check_row_statistic(const char* op, const char* name, const Tensor& t, int64_t n_rows, const Tensor& x) {
+  LS_CHECK(t.numel() == n_rows, op, ": ", name, " must have one element per row, ", n_rows, ", got shape ", shape_of(t));
+  check_dtype(op, name, t, ScalarType::Float);
+  check_device(op, name, t, x);
+  check_contiguous(op, name, t);
+}
+
 // Rows and columns of a (..., C) tensor seen as a matrix.
 struct Matrix {
   int64_t n_rows, n_cols;

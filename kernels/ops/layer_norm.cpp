@@ -28,13 +28,8 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& grad_y, con
   const Matrix m = as_matrix(op, "x", x);
   check_like(op, "grad_y", grad_y, "x", x);
   if (weight) check_row_vector(op, "weight", *weight, x);
-  for (const auto& [name, statistic] : {std::pair("mean", &mean), std::pair("rstd", &rstd)}) {
-    LS_CHECK(statistic->numel() == m.n_rows, op, ": ", name, " must have one element per row, ", m.n_rows, ", got shape ",
-             shape_of(*statistic));
-    check_dtype(op, name, *statistic, ScalarType::Float);
-    check_device(op, name, *statistic, x);
-    check_contiguous(op, name, *statistic);
-  }
+  check_row_statistic(op, "mean", mean, m.n_rows, x);
+  check_row_statistic(op, "rstd", rstd, m.n_rows, x);
   LayerNormBackward a{};
   a.dtype = dtype_of(op, "x", x);
   a.n_rows = m.n_rows, a.n_cols = m.n_cols;

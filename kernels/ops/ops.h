@@ -37,6 +37,16 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& grad_y, con
                                                        const Tensor& mean, const Tensor& rstd, bool needs_weight_grad,
                                                        bool needs_bias_grad);
 
+std::tuple<Tensor, Tensor, Tensor, Tensor> residual_layer_norm_forward(const Tensor& x, const OptionalTensor& bias,
+                                                                       const OptionalTensor& residual,
+                                                                       const OptionalTensor& weight,
+                                                                       const OptionalTensor& norm_bias, double p,
+                                                                       const OptionalTensor& seed, int64_t offset, double eps);
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> residual_layer_norm_backward(
+    const OptionalTensor& grad_sum, const Tensor& grad_y, const Tensor& sum, const OptionalTensor& weight, const Tensor& mean,
+    const Tensor& rstd, double p, const OptionalTensor& seed, int64_t offset, bool needs_x_grad, bool needs_residual_grad,
+    bool needs_bias_grad, bool needs_weight_grad, bool needs_norm_bias_grad);
+
 std::tuple<Tensor, Tensor> label_smoothed_cross_entropy_forward(const Tensor& logits, const Tensor& target,
                                                                 const OptionalTensor& grad, double epsilon,
                                                                 int64_t ignore_index, double grad_scale);

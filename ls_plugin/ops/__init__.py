@@ -15,6 +15,7 @@ from ls_plugin.ops import grad_norm as _grad_norm
 from ls_plugin.ops import label_smoothed_cross_entropy as _label_smoothed_cross_entropy
 from ls_plugin.ops import layer_norm as _layer_norm
 from ls_plugin.ops import linear_cross_entropy as _linear_cross_entropy
+from ls_plugin.ops import residual_layer_norm as _residual_layer_norm
 from ls_plugin.ops.adam import adam_step
 from ls_plugin.ops.attention_softmax import attention_softmax
 from ls_plugin.ops.bias_act_dropout import bias_act_dropout
@@ -24,6 +25,7 @@ from ls_plugin.ops.grad_norm import grad_norm
 from ls_plugin.ops.label_smoothed_cross_entropy import label_smoothed_cross_entropy
 from ls_plugin.ops.layer_norm import layer_norm
 from ls_plugin.ops.linear_cross_entropy import linear_cross_entropy
+from ls_plugin.ops.residual_layer_norm import residual_layer_norm
 
 __all__ = [
     "adam_step",
@@ -35,6 +37,7 @@ __all__ = [
     "label_smoothed_cross_entropy",
     "layer_norm",
     "linear_cross_entropy",
+    "residual_layer_norm",
 ]
 
 
@@ -50,6 +53,7 @@ def register(namespace: str) -> None:
         _label_smoothed_cross_entropy,
         _layer_norm,
         _linear_cross_entropy,
+        _residual_layer_norm,
     ):
         module.register(namespace)
 

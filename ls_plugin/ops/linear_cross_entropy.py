@@ -127,7 +127,10 @@ class _PerToken(torch.autograd.Function):
             x, weight, target, grad_loss.contiguous(), *ctx.options
         )
         needed = ctx.options[2:]
-        return (*(g.to(x.dtype) if is_needed else None for g, is_needed in zip(grads, needed, strict=True)), *[None] * 5)
+        return (
+            *(g.to(x.dtype) if is_needed else None for g, is_needed in zip(grads, needed, strict=True)),
+            *[None] * 5,
+        )
 
 
 def _forward(kernels, x, weight, target, token_weight, epsilon, ignore_index, needs_x_grad, needs_weight_grad):
@@ -167,7 +170,12 @@ def _forward_blocks(kernels, x, weight, target, token_weight, epsilon, ignore_in
         logits = memory[: rows.stop - begin]
         torch.mm(x[rows], weight.t(), out=logits)
         loss[rows], nll[rows] = kernels.label_smoothed_cross_entropy_forward.default(
-            logits, target[rows], logits if needs_x_grad or needs_weight_grad else None, epsilon, ignore_index, grad_scale
+            logits,
+            target[rows],
+            logits if needs_x_grad or needs_weight_grad else None,
+            epsilon,
+            ignore_index,
+            grad_scale,
         )
         if token_weight is not None:
             kernels.label_smoothed_cross_entropy_backward.default(logits, token_weight[rows], 1.0)

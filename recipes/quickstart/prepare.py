@@ -102,9 +102,7 @@ def split_verses(books: dict[str, list[Pair]]) -> tuple[dict[str, list[Pair]], i
     valid = [pair for book in VALID_BOOKS for pair in books[book]]
     test = [pair for book in TEST_BOOKS for pair in books[book]]
     held_out = {side for pair in valid + test for side in pair}
-    candidates = [
-        pair for book, pairs in books.items() if book not in VALID_BOOKS + TEST_BOOKS for pair in pairs
-    ]
+    candidates = [pair for book, pairs in books.items() if book not in VALID_BOOKS + TEST_BOOKS for pair in pairs]
     train = [pair for pair in candidates if held_out.isdisjoint(pair)]
     return {"train": train, "valid": valid, "test": test}, len(candidates) - len(train)
 

@@ -1,6 +1,6 @@
 """Figures, table, curves and report of a quickstart, from the records that ``timed_train.py`` wrote.
 
-    python report.py [OUT]      makes report.md and loss_curves.png again from the records in OUT
+python report.py [OUT]      makes report.md and loss_curves.png again from the records in OUT
 """
 
 import hashlib
@@ -75,7 +75,9 @@ def read_run(path: Path) -> Run:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
-        raise RecordError(f"report: {path} must be a record of timed_train.py, found none; run the quickstart again") from None
+        raise RecordError(
+            f"report: {path} must be a record of timed_train.py, found none; run the quickstart again"
+        ) from None
     run, offset_s = Run(""), 0.0
     for number, line in enumerate(lines, 1):
         try:
@@ -197,7 +199,12 @@ def comparison_rows(comparison: Comparison) -> list[tuple[str, str, str, str]]:
         return f"{better / worse:.2f}x" if comparison.comparable and worse > 0 and better > 0 else "-"
 
     rows = [
-        ("tokens/s", f"{stock.tokens_per_s:,.0f}", f"{ls.tokens_per_s:,.0f}", ratio(ls.tokens_per_s, stock.tokens_per_s)),
+        (
+            "tokens/s",
+            f"{stock.tokens_per_s:,.0f}",
+            f"{ls.tokens_per_s:,.0f}",
+            ratio(ls.tokens_per_s, stock.tokens_per_s),
+        ),
         ("ms per step", f"{stock.step_ms:.1f}", f"{ls.step_ms:.1f}", ratio(stock.step_ms, ls.step_ms)),
     ]
     for phase in PHASES:
@@ -218,7 +225,9 @@ def verdict(comparison: Comparison) -> str:
         return f"{difference}: THE TWO DO NOT TRAIN ALIKE, so no speed-up is claimed"
     if not comparison.comparable:
         kind, spread = comparison.speed_spread
-        return f"{difference}, but the {kind} runs differ by {100 * spread:.0f} % in speed: a busy machine; measure again"
+        return (
+            f"{difference}, but the {kind} runs differ by {100 * spread:.0f} % in speed: a busy machine; measure again"
+        )
     ls, stock = comparison.timing["ls"], comparison.timing["stock"]
     return f"{difference}: ls trains {ls.tokens_per_s / stock.tokens_per_s:.2f}x as fast as stock"
 
@@ -323,9 +332,14 @@ def markdown(quickstart: Quickstart) -> str:
         verses, pieces = quickstart.manifest["verses"], quickstart.manifest["pieces"]
         lines += ["| split | verses | pieces ja | pieces en |", "| --- | ---: | ---: | ---: |"]
         lines += [
-            f"| {split} | {count:,} | {pieces[f'{split}.ja']:,} | {pieces[f'{split}.en']:,} |" for split, count in verses.items()
+            f"| {split} | {count:,} | {pieces[f'{split}.ja']:,} | {pieces[f'{split}.en']:,} |"
+            for split, count in verses.items()
         ]
-        lines += ["", f"{quickstart.manifest['dropped']} training verses that a held-out book repeats were dropped.", ""]
+        lines += [
+            "",
+            f"{quickstart.manifest['dropped']} training verses that a held-out book repeats were dropped.",
+            "",
+        ]
     if quickstart.comparison:
         lines += _comparison_markdown(quickstart.comparison)
     if quickstart.training and quickstart.training.updates:
@@ -344,14 +358,17 @@ def markdown(quickstart: Quickstart) -> str:
 def _comparison_markdown(comparison: Comparison) -> list[str]:
     lines = ["## Stock and ls in turn", "", "| | stock | ls | gain |", "| --- | ---: | ---: | ---: |"]
     lines += [
-        f"| {name.replace('  ', '&nbsp;&nbsp;')} | {stock} | {ls} | {gain} |" for name, stock, ls, gain in comparison_rows(comparison)
+        f"| {name.replace('  ', '&nbsp;&nbsp;')} | {stock} | {ls} | {gain} |"
+        for name, stock, ls, gain in comparison_rows(comparison)
     ]
     lines += ["", f"{verdict(comparison)}. {repeat_line(comparison)}.".replace("losses", "Losses", 1), ""]
     for kind in KINDS:
         figures = comparison.timing[kind]
         low, high = figures.step_ms_quartiles
         runs = ", ".join(f"{rate:,.0f}" for rate in figures.tokens_per_s_runs)
-        lines.append(f"- {kind}: half of the steps took between {low:.1f} and {high:.1f} ms; tokens/s of each run: {runs}")
+        lines.append(
+            f"- {kind}: half of the steps took between {low:.1f} and {high:.1f} ms; tokens/s of each run: {runs}"
+        )
     lines += [
         "",
         f"Medians over all updates but the first {WARMUP_UPDATES} of each run. Every fourth update is split into phases, and left out "
@@ -420,7 +437,9 @@ def collect(out: Path) -> Quickstart:
     try:
         settings = json.loads((out / "settings.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise RecordError(f"report: {out} must hold a quickstart's settings.json, found none; run the quickstart") from None
+        raise RecordError(
+            f"report: {out} must hold a quickstart's settings.json, found none; run the quickstart"
+        ) from None
     quickstart = Quickstart(out, settings)
     manifest = out / "data" / "manifest.json"
     if manifest.exists():

@@ -158,16 +158,22 @@ class Quickstart:
         self.out.mkdir(parents=True, exist_ok=True)
         free_mib = shutil.disk_usage(self.out).free >> 20
         if free_mib < FREE_MIB:
-            raise QuickstartError(f"{FREE_MIB} MiB of free disk are needed at {self.out}, got {free_mib} MiB; free some, or --out DIR")
+            raise QuickstartError(
+                f"{FREE_MIB} MiB of free disk are needed at {self.out}, got {free_mib} MiB; free some, or --out DIR"
+            )
         path, settings = self.out / "settings.json", self.settings()
         if self.args.resume:
             if not path.exists():
-                raise QuickstartError(f"--continue needs an earlier quickstart in {self.out}, found none; run it without --continue")
+                raise QuickstartError(
+                    f"--continue needs an earlier quickstart in {self.out}, found none; run it without --continue"
+                )
             before = json.loads(path.read_text(encoding="utf-8"))
             changed = [name for name in settings if name != "minutes" and before.get(name) != settings[name]]
             if changed:
                 detail = ", ".join(f"{name} {before.get(name)} -> {settings[name]}" for name in changed)
-                raise QuickstartError(f"--continue must go on with the same settings, changed: {detail}; run it without --continue")
+                raise QuickstartError(
+                    f"--continue must go on with the same settings, changed: {detail}; run it without --continue"
+                )
         else:
             for folder in (self.out / "runs", self.checkpoints):
                 shutil.rmtree(folder, ignore_errors=True)
@@ -177,7 +183,9 @@ class Quickstart:
 
     # ---- training
 
-    def train(self, kind: str, name: str, options: list[str], show, target: int | None = None, deadline: float | None = None):
+    def train(
+        self, kind: str, name: str, options: list[str], show, target: int | None = None, deadline: float | None = None
+    ):
         """Runs one training in a fresh process and follows its record until it ends.
 
         On Ctrl-C the process is asked to stop; it finishes the update in hand and saves. Then KeyboardInterrupt goes on up.
@@ -189,14 +197,26 @@ class Quickstart:
         device = ["--fp16", "--distributed-world-size", "1"] if self.args.device == "cuda" else ["--cpu"]
         command = [sys.executable, str(HERE / "timed_train.py"), str(record), kind]
         command += ["--deadline", str(deadline)] if deadline else []
-        command += ["--", str(self.data / "bin"), "--task", "translation", "--share-all-embeddings", "--no-progress-bar"]
+        command += [
+            "--",
+            str(self.data / "bin"),
+            "--task",
+            "translation",
+            "--share-all-embeddings",
+            "--no-progress-bar",
+        ]
         command += ["--encoder-normalize-before", "--decoder-normalize-before"]
         command += flags({**KINDS[kind], **MODEL, **TRAINING, "--seed": self.args.seed}) + device + options
         follower = Follower(record)
         began = time.time()
         with log.open("a", encoding="utf-8") as output:
             process = subprocess.Popen(
-                command, stdout=output, stderr=subprocess.STDOUT, env=self.environment, cwd=folder, start_new_session=True
+                command,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=self.environment,
+                cwd=folder,
+                start_new_session=True,
             )
             try:
                 while process.poll() is None:
@@ -220,7 +240,9 @@ class Quickstart:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(STOP_GRACE_S)
 
-    def progress(self, follower: "Follower", target: int | None, began: float, deadline: float | None) -> tuple[float, str]:
+    def progress(
+        self, follower: "Follower", target: int | None, began: float, deadline: float | None
+    ) -> tuple[float, str]:
         """The fraction done and the note beside the bar."""
         updates = follower.read()
         if not updates:
@@ -282,7 +304,9 @@ class Quickstart:
         """Threads that wait for each other suffer from every core that is taken away: a busy machine slows steps tenfold."""
         busy, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
         if busy + self.args.threads > cores + 1:
-            self.display.say(f"note: the load here is {busy:.1f} on {cores} cores already: the timings will suffer (fewer --threads?)")
+            self.display.say(
+                f"note: the load here is {busy:.1f} on {cores} cores already: the timings will suffer (fewer --threads?)"
+            )
 
     # ---- translation
 
@@ -292,7 +316,16 @@ class Quickstart:
 
         log, raw = self.out / "generate.log", self.out / "generate.txt"
         command = [str(BIN / "lightseq-generate"), str(self.data / "bin"), "--path", str(self.last_checkpoint())]
-        command += ["--gen-subset", "test", "--beam", str(BEAM), "--max-tokens", "8000", "--remove-bpe", "sentencepiece"]
+        command += [
+            "--gen-subset",
+            "test",
+            "--beam",
+            str(BEAM),
+            "--max-tokens",
+            "8000",
+            "--remove-bpe",
+            "sentencepiece",
+        ]
         # A model after minutes of training does not know when to stop. The test text has 1.28 English pieces for a Japanese one.
         command += ["--max-len-a", "1.4", "--max-len-b", "10", "--seed", str(self.args.seed), "--num-workers", "0"]
         command += ["--no-progress-bar"] + (["--fp16"] if self.args.device == "cuda" else ["--cpu"])
@@ -300,7 +333,9 @@ class Quickstart:
         sources = (self.data / "text" / "test.ja").read_text(encoding="utf-8").splitlines()
         began = time.time()
         with self.display.task("(c) test") as show, raw.open("w") as output, log.open("w") as errors:
-            process = subprocess.Popen(command, stdout=output, stderr=errors, env=self.environment, start_new_session=True)
+            process = subprocess.Popen(
+                command, stdout=output, stderr=errors, env=self.environment, start_new_session=True
+            )
             try:
                 while process.poll() is None:
                     time.sleep(0.2)
@@ -311,7 +346,9 @@ class Quickstart:
                     process.kill()
                     process.wait()
         if process.returncode != 0:
-            raise QuickstartError(f"lightseq-generate ended with status {process.returncode}; the end of {log}:\n{log_tail(log)}")
+            raise QuickstartError(
+                f"lightseq-generate ended with status {process.returncode}; the end of {log}:\n{log_tail(log)}"
+            )
         hypotheses = read_hypotheses(raw.read_text(encoding="utf-8"), len(sources))
         metric = sacrebleu.BLEU()
         bleu = metric.corpus_score(hypotheses, [references])
@@ -391,7 +428,9 @@ def read_hypotheses(text: str, count: int) -> list[str]:
             hypotheses[int(identifier)] = rest.partition("\t")[2]
     missing = sorted(set(range(count)) - set(hypotheses))
     if missing:
-        raise QuickstartError(f"every test verse must be translated, got {len(hypotheses)} of {count}; missing: {missing[:5]}")
+        raise QuickstartError(
+            f"every test verse must be translated, got {len(hypotheses)} of {count}; missing: {missing[:5]}"
+        )
     return [hypotheses[i] for i in range(count)]
 
 
@@ -404,14 +443,25 @@ def cpu_name() -> str:
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="run.sh", description="Stock fairseq and ls_plugin in turn, then a trained model.")
-    parser.add_argument("--minutes", type=float, default=4.0, help="how long (b) trains (default %(default)g); (a) takes its own time before, about 2 minutes on two idle cores")
+    parser = argparse.ArgumentParser(
+        prog="run.sh", description="Stock fairseq and ls_plugin in turn, then a trained model."
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=4.0,
+        help="how long (b) trains (default %(default)g); (a) takes its own time before, about 2 minutes on two idle cores",
+    )
     parser.add_argument("--updates", type=int, help="updates of each run in (a) (default: 60 on a CPU, 300 on a GPU)")
     parser.add_argument("--rounds", type=int, default=2, help="how often stock and ls take turns (default %(default)s)")
     parser.add_argument("--threads", type=int, help="CPU threads (default: all cores that this process may use)")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: the GPU, if there is one")
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: the GPU, if there is one"
+    )
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=HERE / "out", help="output folder (default: out/ beside this script)")
+    parser.add_argument(
+        "--out", type=Path, default=HERE / "out", help="output folder (default: out/ beside this script)"
+    )
     parser.add_argument("--continue", dest="resume", action="store_true", help="keep what has run, go on from there")
     args = parser.parse_args(arguments)
     for name, least in (("minutes", 0.01), ("rounds", 1), ("threads", 1), ("updates", report.LEAST_UPDATES)):
@@ -437,7 +487,10 @@ def main() -> int:
     except (QuickstartError, prepare.DataError, report.RecordError) as error:
         print(f"\nquickstart: {error}", file=sys.stderr)
     except OSError as error:
-        print(f"\nquickstart: {error}; mend it, then go on with: bash recipes/quickstart/run.sh --continue", file=sys.stderr)
+        print(
+            f"\nquickstart: {error}; mend it, then go on with: bash recipes/quickstart/run.sh --continue",
+            file=sys.stderr,
+        )
     except KeyboardInterrupt:
         print("\nquickstart: interrupted; go on with: bash recipes/quickstart/run.sh --continue", file=sys.stderr)
         return 130

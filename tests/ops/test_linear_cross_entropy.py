@@ -62,9 +62,7 @@ def run(function, x, weight, grad_loss):
 def compare(x, weight, target, reduction):
     generator = torch.Generator().manual_seed(4)
     grad_loss = torch.rand(target.shape if reduction == "none" else (), generator=generator).to(x.device)
-    actual = run(
-        lambda a, b: ops.linear_cross_entropy(a, b, target, EPSILON, PAD, reduction), x, weight, grad_loss
-    )
+    actual = run(lambda a, b: ops.linear_cross_entropy(a, b, target, EPSILON, PAD, reduction), x, weight, grad_loss)
     expected = run(lambda a, b: torch_loss(a, b, target, reduction), x, weight, grad_loss)
     exact = run(
         lambda a, b: torch_loss(a, b, target.cpu(), reduction), x.cpu().double(), weight.cpu().double(), grad_loss.cpu()

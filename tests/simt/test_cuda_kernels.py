@@ -138,7 +138,9 @@ def test_cross_entropy_reads_cached_rows_once(simt, n_cols, dtype, reads):
         torch.ops.ls_simt.label_smoothed_cross_entropy_forward(logits, target, grad, 0.1, PAD, 1.0)
     row_bytes = n_cols * logits.element_size()
     n_threads = 512
-    assert moved["logits"].read == reads * row_bytes + n_threads * logits.element_size()  # the target's, by every thread
+    assert (
+        moved["logits"].read == reads * row_bytes + n_threads * logits.element_size()
+    )  # the target's, by every thread
     assert moved["logits"].cold_read == row_bytes  # the ignored row is not read
     assert moved["grad"].written == 2 * row_bytes
     grad_loss = torch.tensor([0.5, 1.0])

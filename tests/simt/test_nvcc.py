@@ -116,6 +116,12 @@ LEAST_VECTOR_ACCESSES: dict[str, Callable[[Template], tuple[int, int]] | None] =
     "layer_norm_backward_kernel": lambda t: (2 * t.per_lane(t.numbers[2]), t.per_lane(t.numbers[2])),
     "layer_norm_backward_long_kernel": lambda t: (4, 1),
     "layer_norm_grad_params_kernel": lambda t: (2 * t.per_group, 0),
+    # x, residual; sum, y: RowShape<lanes, per lane, run>
+    "residual_layer_norm_forward_kernel": lambda t: (2 * t.per_lane(t.numbers[2]), 2 * t.per_lane(t.numbers[2])),
+    "residual_layer_norm_forward_long_kernel": lambda t: (3 * t.per_group, 2 * t.per_group),
+    # sum, grad_y, grad_sum; grad_residual, grad_x
+    "residual_layer_norm_backward_kernel": lambda t: (3 * t.per_lane(t.numbers[2]), 2 * t.per_lane(t.numbers[2])),
+    "residual_layer_norm_backward_long_kernel": lambda t: (2 + 3 * t.per_group, 2 * t.per_group),
 }
 # Kernels whose vector instances are not told by the first number among their arguments.
 ALWAYS_VECTORS = {"adam_step_kernel", "grad_norm_squares_kernel"}
