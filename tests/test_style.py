@@ -26,7 +26,9 @@ def test_ruff():
 
 
 def test_clang_format():
-    sources = tracked("kernels/*.cpp", "kernels/*.cu", "kernels/*.h", "kernels/*.cuh", "tests/simt/*.cpp", "tests/simt/*.h")
+    sources = tracked(
+        "kernels/*.cpp", "kernels/*.cu", "kernels/*.h", "kernels/*.cuh", "tests/simt/*.cpp", "tests/simt/*.h"
+    )
     binary = Path(sys.executable).with_name("clang-format")
     check([str(binary), "--dry-run", "--Werror", *sources])
 

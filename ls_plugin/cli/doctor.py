@@ -132,7 +132,9 @@ def check_gpu(torch: dict, seen: list[str]) -> Check:
 
 def check_toolchain() -> list[Check]:
     """The compilers, needed only to build."""
-    cxx = next((name for name in (os.environ.get("CXX", ""), "c++", "g++", "clang++") if name and shutil.which(name)), None)
+    cxx = next(
+        (name for name in (os.environ.get("CXX", ""), "c++", "g++", "clang++") if name and shutil.which(name)), None
+    )
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     nvcc = shutil.which("nvcc", path=os.path.join(home, "bin")) if home else shutil.which("nvcc")
     return [
@@ -246,7 +248,9 @@ def render(checks: Sequence[Check]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="lightseq-doctor", description="What is installed, what is used, how to mend it.")
+    parser = argparse.ArgumentParser(
+        prog="lightseq-doctor", description="What is installed, what is used, how to mend it."
+    )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     args = parser.parse_args(arguments)
     checks = diagnose()

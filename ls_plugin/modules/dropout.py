@@ -1,7 +1,8 @@
-"""Dropout on the fused ops: alone, with the bias before it and the residual after it, or with the bias and the activation before it."""
+"""Dropout on the fused ops: alone, with the bias before it and the residual (and its layer norm) after it, or with the bias and the
+activation before it."""
 
 from fairseq.modules import FairseqDropout
-from torch import Tensor
+from torch import Tensor, nn
 
 from ls_plugin import ops
 
@@ -24,3 +25,11 @@ class Dropout(FairseqDropout):
     def add_to(self, residual: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """residual + dropout(x + bias) in one pass; x and residual (..., C), bias (C,) or None."""
         return ops.bias_dropout_residual(x, bias, residual, self.p, training=self.active)
+
+    def add_and_normalize(
+        self, norm: nn.LayerNorm, residual: Tensor, x: Tensor, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """sum = residual + dropout(x + bias), and norm(sum), in one pass; x and residual (..., C), bias (C,) or None."""
+        return ops.residual_layer_norm(
+            x, bias, residual, norm.weight, norm.bias, self.p, norm.eps, training=self.active
+        )

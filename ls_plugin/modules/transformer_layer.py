@@ -1,8 +1,9 @@
 """Transformer layers on the fused ops.
 
 Both subclass fairseq's layers: construction, parameter names, pruning and state-dict upgrades are inherited, attention is
-stock. Only the forward is written anew, so that the dropout and the residual after each sublayer, and the bias of the last product
-of the feed-forward network, are one op, and what stands between its two products, bias, activation and dropout, another.
+stock. Only the forward is written anew, so that the dropout and the residual after each sublayer, in post-norm layers the layer norm
+that follows, and the bias of the last product of the feed-forward network, are one op, and what stands between its two products, bias,
+activation and dropout, another.
 
 Dimensions: T target or source length, S source length, B batch, C model width.
 """
@@ -41,18 +42,14 @@ class TransformerEncoderLayer(TransformerEncoderLayerBase):
         if self.normalize_before:
             x = self.self_attn_layer_norm(x)
         x, _ = _attend(self.self_attn, x, x, encoder_padding_mask, need_weights=False, attn_mask=attn_mask)
-        x = self.dropout_module.add_to(residual, x)
-        if not self.normalize_before:
-            x = self.self_attn_layer_norm(x)
+        x = _add_to(residual, self, self.self_attn_layer_norm, x)
 
         residual = x
         if self.normalize_before:
             x = self.final_layer_norm(x)
         x = _feed_forward_without_bias(self, x)
         fc_result = x + self.fc2.bias if self.return_fc else None
-        x = self.dropout_module.add_to(residual, x, self.fc2.bias)
-        if not self.normalize_before:
-            x = self.final_layer_norm(x)
+        x = _add_to(residual, self, self.final_layer_norm, x, self.fc2.bias)
         return (x, fc_result) if self.return_fc else x
 
 
@@ -102,9 +99,7 @@ class TransformerDecoderLayer(TransformerDecoderLayerBase):
             need_weights=False,
             attn_mask=self_attn_mask,
         )
-        x = self.dropout_module.add_to(residual, x)
-        if not self.normalize_before:
-            x = self.self_attn_layer_norm(x)
+        x = _add_to(residual, self, self.self_attn_layer_norm, x)
 
         if self.encoder_attn is not None and encoder_out is not None:
             residual = x
@@ -121,16 +116,12 @@ class TransformerDecoderLayer(TransformerDecoderLayerBase):
                 need_weights=need_attn or (not self.training and self.need_attn),
                 need_head_weights=need_head_weights,
             )
-            x = self.dropout_module.add_to(residual, x)
-            if not self.normalize_before:
-                x = self.encoder_attn_layer_norm(x)
+            x = _add_to(residual, self, self.encoder_attn_layer_norm, x)
 
         residual = x
         if self.normalize_before:
             x = self.final_layer_norm(x)
-        x = self.dropout_module.add_to(residual, _feed_forward_without_bias(self, x), self.fc2.bias)
-        if not self.normalize_before:
-            x = self.final_layer_norm(x)
+        x = _add_to(residual, self, self.final_layer_norm, _feed_forward_without_bias(self, x), self.fc2.bias)
         return x, attn, None
 
     def _self_attention_inputs(self, x, encoder_out, encoder_padding_mask, incremental_state, attn_mask, padding_mask):
@@ -175,6 +166,13 @@ def _attend(attention, query: Tensor, key: Tensor, key_padding_mask: Tensor | No
 def _extends_a_cache(options: dict) -> bool:
     """Whether the keys given are not all that is attended to, so that their mask alone does not tell an empty sentence."""
     return options.get("incremental_state") is not None and not options.get("static_kv", False)
+
+
+def _add_to(residual: Tensor, layer, norm, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """residual + dropout(x + bias), in post-norm layers normalised: (T, B, C), one op."""
+    if layer.normalize_before:
+        return layer.dropout_module.add_to(residual, x, bias)
+    return layer.dropout_module.add_and_normalize(norm, residual, x, bias)[1]
 
 
 def _feed_forward_without_bias(layer, x: Tensor) -> Tensor:

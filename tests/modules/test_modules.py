@@ -46,6 +46,19 @@ def test_add_to_is_residual_plus_dropout_of_x_plus_bias():
     assert 0 < kept.sum() < kept.numel()
 
 
+def test_add_and_normalize_is_add_to_and_layer_norm():
+    torch.manual_seed(1)
+    x, residual, bias, norm = torch.randn(6, 5), torch.randn(6, 5), torch.randn(5), LayerNorm(5, eps=1e-3)
+    nn.init.normal_(norm.weight)
+    nn.init.normal_(norm.bias)
+    for dropout in (Dropout(0.4).eval(), Dropout(0.4).train()):
+        torch.manual_seed(2)
+        total = dropout.add_to(residual, x, bias)
+        torch.manual_seed(2)
+        fused_total, y = dropout.add_and_normalize(norm, residual, x, bias)
+        torch.testing.assert_close((fused_total, y), (total, norm(total)))
+
+
 def test_embedding_shares_its_weight_and_names_a_bad_id():
     stock = nn.Embedding(10, 4, padding_idx=1)
     ours = TokenEmbedding.of(stock)

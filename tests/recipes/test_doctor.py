@@ -27,7 +27,10 @@ def versions(monkeypatch):
     return installed
 
 
-@pytest.mark.parametrize("version, state", [((3, 9, 1), doctor.BAD), ((3, 10, 0), doctor.OK), ((3, 12, 9), doctor.OK), ((3, 13, 0), doctor.BAD)])
+@pytest.mark.parametrize(
+    "version, state",
+    [((3, 9, 1), doctor.BAD), ((3, 10, 0), doctor.OK), ((3, 12, 9), doctor.OK), ((3, 13, 0), doctor.BAD)],
+)
 def test_python(version, state):
     check = doctor.check_python(version)
     assert check.state == state
@@ -120,11 +123,23 @@ def test_every_line_that_is_not_ok_has_a_remedy_and_the_report_ends_with_the_ans
 def test_the_command_here(tmp_path):
     """In the environment of the tests training can run; and as a file it needs no importable plugin."""
     script = ROOT / "ls_plugin" / "cli" / "doctor.py"
-    done = subprocess.run([sys.executable, str(script), "--json"], capture_output=True, text=True, cwd=tmp_path, check=False)
+    done = subprocess.run(
+        [sys.executable, str(script), "--json"], capture_output=True, text=True, cwd=tmp_path, check=False
+    )
     told = json.loads(done.stdout)
     assert done.returncode == 0 and told["can_train"]
     names = {check["name"] for check in told["checks"]}
-    assert names >= {"Python", "torch", "GPU", "CUDA toolkit", "fairseq", "ls_plugin", "compiled library", "apex", "DeepSpeed"}
+    assert names >= {
+        "Python",
+        "torch",
+        "GPU",
+        "CUDA toolkit",
+        "fairseq",
+        "ls_plugin",
+        "compiled library",
+        "apex",
+        "DeepSpeed",
+    }
 
 
 def test_a_bare_python_is_told_what_is_missing(tmp_path):
@@ -142,7 +157,9 @@ probe = doctor.probe
 doctor.probe = lambda code: probe("import sys; sys.path[:] = [p for p in sys.path if 'packages' not in p]\\n" + code)
 doctor.main([])
 """
-    done = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False)
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False
+    )
     assert done.returncode == 1, done.stderr
     assert "bad   torch" in done.stdout and "training cannot run: mend" in done.stdout
 

@@ -7,7 +7,10 @@ import pytest
 
 
 def test_japanese_marks_are_dropped_and_typing_faults_mended(prepare):
-    assert prepare.clean_japanese("われは律法をまもらん われを棄はてたまふなかれ ○ベテ ") == "われは律法をまもらん われを棄はてたまふなかれ"
+    assert (
+        prepare.clean_japanese("われは律法をまもらん われを棄はてたまふなかれ ○ベテ ")
+        == "われは律法をまもらん われを棄はてたまふなかれ"
+    )
     assert prepare.clean_japanese("ハダデも薨たり／エドムの諸侯") == "ハダデも薨たり エドムの諸侯"
     assert prepare.clean_japanese("モ－セ｀〔ベテル〕（即ち）") == "モーセ、 ベテル (即ち)"
     assert prepare.clean_japanese("六歩行](ゆき)}たる") == "六歩行たる"
@@ -15,7 +18,10 @@ def test_japanese_marks_are_dropped_and_typing_faults_mended(prepare):
 
 def test_english_entities_and_supplied_words(prepare):
     assert prepare.clean_english("&gt; Answer me,  God. ") == "Answer me, God."
-    assert prepare.clean_english("of the tribe of Joseph, [namely], of Manasseh") == "of the tribe of Joseph, namely, of Manasseh"
+    assert (
+        prepare.clean_english("of the tribe of Joseph, [namely], of Manasseh")
+        == "of the tribe of Joseph, namely, of Manasseh"
+    )
 
 
 def test_a_psalms_heading_goes_and_an_empty_verse_is_no_pair(prepare):
@@ -32,7 +38,10 @@ def books(prepare):
 def test_the_real_texts_align(prepare, books):
     assert len(books) == 66
     assert sum(map(len, books.values())) > 31000
-    assert books["Genesis"][0] == ("元始に神天地を創造たまへり", "In the beginning God created the heavens and the earth.")
+    assert books["Genesis"][0] == (
+        "元始に神天地を創造たまへり",
+        "In the beginning God created the heavens and the earth.",
+    )
     assert books["Matthew"][0][1].startswith("The book of the generation of Jesus Christ")
     assert "アブラハム" in books["Matthew"][0][0]  # the two texts number the New Testament differently
     assert not any(mark in side for pairs in books.values() for pair in pairs for side in pair for mark in "[]○／\\<>&")

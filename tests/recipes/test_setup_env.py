@@ -14,7 +14,31 @@ from tests.recipes.conftest import ROOT
 
 SITE_PACKAGES = Path(sysconfig.get_path("purelib"))
 
-TOOLS = ["awk", "bash", "cat", "df", "dirname", "env", "find", "flock", "grep", "head", "id", "mkdir", "mktemp", "rm", "sed", "sha256sum", "sleep", "sort", "tail", "touch", "tr", "uname", "xargs"]
+TOOLS = [
+    "awk",
+    "bash",
+    "cat",
+    "df",
+    "dirname",
+    "env",
+    "find",
+    "flock",
+    "grep",
+    "head",
+    "id",
+    "mkdir",
+    "mktemp",
+    "rm",
+    "sed",
+    "sha256sum",
+    "sleep",
+    "sort",
+    "tail",
+    "touch",
+    "tr",
+    "uname",
+    "xargs",
+]
 
 
 class Machine:
