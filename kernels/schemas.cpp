@@ -60,6 +60,14 @@ STABLE_TORCH_LIBRARY_FRAGMENT(LS_NAMESPACE, m) {
       "causal,"
       " float scale, float p, Tensor? seed, int offset) -> Tensor grad_scores");
   m.def("grad_norm(Tensor[] grads, Tensor? scale, float max_norm) -> (Tensor norm, Tensor coefficient, Tensor overflow)");
+  // On the CPU only: on a GPU, ls_plugin/ops/fused_attention.py composes it of other ops.
+  m.def(
+      "fused_attention_forward(Tensor q, Tensor k, Tensor v, Tensor? key_padding_mask, Tensor? bias, bool causal, float scale,"
+      " float p, Tensor? seed, int offset) -> (Tensor out, Tensor lse)");
+  m.def(
+      "fused_attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor lse, Tensor? key_padding_mask, Tensor? "
+      "bias,"
+      " bool causal, float scale, float p, Tensor? seed, int offset) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)");
   m.def(
       "adam_step(Tensor(a!) param, Tensor(b!) grad, Tensor(c!) exp_avg, Tensor(d!) exp_avg_sq, Tensor(e!)? param_copy,"
       " Tensor(f!)? param_low, Tensor? grad_scale, Tensor? overflow, float lr, float beta1, float beta2, float eps,"
@@ -89,7 +97,13 @@ void implement(torch::stable::detail::StableLibrary& m) {
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(LS_NAMESPACE, CPU, m) { implement(m); }
+STABLE_TORCH_LIBRARY_IMPL(LS_NAMESPACE, CPU, m) {
+  implement(m);
+#if !defined(LS_SIMT)
+  m.impl("fused_attention_forward", TORCH_BOX(&ls::fused_attention_forward));
+  m.impl("fused_attention_backward", TORCH_BOX(&ls::fused_attention_backward));
+#endif
+}
 #if defined(LS_WITH_CUDA)
 STABLE_TORCH_LIBRARY_IMPL(LS_NAMESPACE, CUDA, m) { implement(m); }
 #endif

@@ -98,6 +98,11 @@ def has_kernel(x: torch.Tensor) -> bool:
     return x.is_cpu or x.is_meta or _serves(x.device)  # meta: the fake kernels give shapes
 
 
+def runs_cuda_kernels(x: torch.Tensor) -> bool:
+    """Whether an op on this tensor reaches the CUDA kernels: on a GPU, or on the CPU where the tests run them there."""
+    return x.device.type == "cuda" or _namespace != "ls"
+
+
 @functools.cache
 def _serves(device: torch.device) -> bool:
     """Whether the library has kernels for a device; where not, says so once, with the remedy."""

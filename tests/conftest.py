@@ -32,7 +32,7 @@ def build_simt_library() -> Path:
     from tests.simt.build import build_library
 
     kernels = ROOT / "kernels"
-    names = [path.stem for path in sorted((kernels / "ops").glob("*.cpp"))]
+    names = [path.stem for path in sorted((kernels / "cuda").glob("*.cu"))]
     torch_dir = Path(torch.__file__).parent
     return build_library(
         ROOT / "build" / "simt",

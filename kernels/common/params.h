@@ -270,6 +270,48 @@ struct EmbeddingBackward {
   DType dtype;
 };
 
+// Distances in elements between consecutive batches, heads and rows of a (B, H, T, D) tensor; elements of a row are neighbours.
+struct HeadStrides {
+  int64_t batch, head, row;
+};
+
+// out = dropout(P) V with P = softmax(scale q k^T + bias) over the keys that a row may see, per batch b and head h. Row t sees key s
+// unless key_padding_mask[b][s], or causal and s > t + S - T; a row that sees none has P = 0. Dropout takes P as a matrix of B * H * T
+// rows, (b * H + h) * T + t, and S columns.
+struct FusedAttention {
+  const void* q;                 // scalar (B, H, T, D)
+  const void* k;                 // scalar (B, H, S, D)
+  const void* v;                 // scalar (B, H, S, D)
+  const bool* key_padding_mask;  // (B, S) contiguous, or null
+  const void* bias;              // scalar (B, H, T, S), stride 0 where it is broadcast, or null
+  HeadStrides q_strides, k_strides, v_strides, bias_strides;
+  int64_t n_batch, n_heads, n_rows, n_keys, head_dim;  // B, H, T, S, D
+  bool causal;
+  float scale;
+  Dropout dropout;
+  DType dtype;
+};
+
+// lse = log sum exp of the row's scores, infinite for a row that sees no key, so that exp(score - lse) is P.
+struct FusedAttentionForward : FusedAttention {
+  void* out;   // scalar (B, H, T, D)
+  float* lse;  // (B, H, T)
+  HeadStrides out_strides;
+};
+
+// With P recomputed from lse, P~ = dropout(P), and dP = dropout(grad_out v^T) by the same mask:
+//   grad_v = P~^T grad_out
+//   dS = P * (dP - sum over keys of P dP)
+//   grad_q = scale dS k,  grad_k = scale dS^T q
+struct FusedAttentionBackward : FusedAttention {
+  const void* grad_out;  // scalar (B, H, T, D)
+  const float* lse;      // (B, H, T)
+  void* grad_q;          // scalar (B, H, T, D)
+  void* grad_k;          // scalar (B, H, S, D)
+  void* grad_v;          // scalar (B, H, S, D)
+  HeadStrides grad_out_strides, grad_q_strides, grad_k_strides, grad_v_strides;
+};
+
 // fairseq's Adam, element by element, in fp32:
 //   g = grad * grad_scale
 //   exp_avg    = beta1 exp_avg + (1 - beta1) g

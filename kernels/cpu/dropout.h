@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <memory>
 
 #include "cpu/vec.h"
 
@@ -131,6 +132,39 @@ inline void for_each_dropout_segment(const Dropout& dropout, int64_t row_begin, 
     }
   }
 }
+
+// The draws of rows that are asked for in order. Short rows share a block of draws; of long ones, only the columns asked for
+// are drawn, which spares a causal matrix half of them.
+class RowDraws {
+ public:
+  RowDraws(const Dropout& dropout, int64_t n_cols, int64_t row_end)
+      : dropout_(dropout), groups_per_row_(dropout_groups_per_row(n_cols)), row_end_(row_end) {
+    if (dropout.threshold == 0) return;
+    constexpr int64_t kSharedGroups = 256;  // 4 KB: they stay in the first-level cache beside the rows
+    if (groups_per_row_ < 4 * kLanes) rows_per_fill_ = kSharedGroups / std::max<int64_t>(groups_per_row_, 1);
+    draws_.reset(new uint16_t[(rows_per_fill_ * groups_per_row_ + 2 * kLanes) * kDropoutGroup]);
+  }
+  // The 16-bit integers of the columns from 0 on, of which [begin, end) may be read; null when nothing is dropped.
+  const uint16_t* of(int64_t row, int64_t begin, int64_t end) {
+    if (dropout_.threshold == 0) return nullptr;
+    if (rows_per_fill_ == 1) {
+      const int64_t first = begin / kDropoutGroup;
+      philox_fill(dropout_, row * groups_per_row_ + first, dropout_groups_per_row(end) - first,
+                  draws_.get() + first * kDropoutGroup);
+      return draws_.get();
+    }
+    if (row >= filled_end_) {
+      filled_begin_ = row, filled_end_ = std::min(row + rows_per_fill_, row_end_);
+      philox_fill(dropout_, row * groups_per_row_, (filled_end_ - row) * groups_per_row_, draws_.get());
+    }
+    return draws_.get() + (row - filled_begin_) * groups_per_row_ * kDropoutGroup;
+  }
+
+ private:
+  const Dropout& dropout_;
+  int64_t groups_per_row_, row_end_, rows_per_fill_ = 1, filled_begin_ = 0, filled_end_ = 0;
+  std::unique_ptr<uint16_t[]> draws_;
+};
 
 // Lanes to keep among the kLanes elements that start at draws. Reading past the last element of a tail is harmless: the
 // buffer is whole groups and a vector longer.

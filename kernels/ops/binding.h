@@ -175,16 +175,10 @@ T* out(const Tensor& t, const char* name) {
   return static_cast<T*>(out(t, name));
 }
 
-// New contiguous memory on the device of `like`. Through the C function, and not through torch::stable::new_empty: that one looks the
+// New memory on the device of `like`. Through the C function, and not through torch::stable::new_empty: that one looks the
 // operator up by name and calls it boxed, some 3 us each where an op of a small batch takes 10 in all.
-inline Tensor empty(const Tensor& like, const int64_t* shape, int64_t n_dims, ScalarType dtype) {
-  constexpr int64_t kMaxDims = 64;  // torch's own limit
-  int64_t strides[kMaxDims];
-  LS_CHECK(n_dims <= kMaxDims, "ls_plugin: tensors must have at most ", kMaxDims, " dimensions, got ", n_dims);
-  for (int64_t i = n_dims - 1, stride = 1; i >= 0; --i) {
-    strides[i] = stride;
-    stride *= shape[i] > 0 ? shape[i] : 1;
-  }
+inline Tensor empty_strided(const Tensor& like, const int64_t* shape, const int64_t* strides, int64_t n_dims,
+                            ScalarType dtype) {
   int32_t device_type = 0;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
   AtenTensorHandle handle = nullptr;
@@ -192,6 +186,17 @@ inline Tensor empty(const Tensor& like, const int64_t* shape, int64_t n_dims, Sc
   STABLE_TORCH_ERROR_CODE_CHECK(
       aoti_torch_empty_strided(n_dims, shape, strides, dtype_code, device_type, like.get_device_index(), &handle));
   return Tensor(handle);
+}
+constexpr int64_t kMaxDims = 64;  // torch's own limit
+// The same, contiguous.
+inline Tensor empty(const Tensor& like, const int64_t* shape, int64_t n_dims, ScalarType dtype) {
+  int64_t strides[kMaxDims];
+  LS_CHECK(n_dims <= kMaxDims, "ls_plugin: tensors must have at most ", kMaxDims, " dimensions, got ", n_dims);
+  for (int64_t i = n_dims - 1, stride = 1; i >= 0; --i) {
+    strides[i] = stride;
+    stride *= shape[i] > 0 ? shape[i] : 1;
+  }
+  return empty_strided(like, shape, strides, n_dims, dtype);
 }
 inline Tensor new_empty(const Tensor& like, std::initializer_list<int64_t> shape, ScalarType dtype) {
   return empty(like, shape.begin(), static_cast<int64_t>(shape.size()), dtype);

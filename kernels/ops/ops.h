@@ -61,6 +61,16 @@ Tensor attention_softmax_backward(const Tensor& grad_probs, const Tensor& saved,
 
 std::tuple<Tensor, Tensor, Tensor> grad_norm(const std::vector<Tensor>& grads, const OptionalTensor& scale, double max_norm);
 
+std::tuple<Tensor, Tensor> fused_attention_forward(const Tensor& q, const Tensor& k, const Tensor& v,
+                                                   const OptionalTensor& key_padding_mask, const OptionalTensor& bias,
+                                                   bool causal, double scale, double p, const OptionalTensor& seed,
+                                                   int64_t offset);
+std::tuple<Tensor, Tensor, Tensor> fused_attention_backward(const Tensor& grad_out, const Tensor& q, const Tensor& k,
+                                                            const Tensor& v, const Tensor& lse,
+                                                            const OptionalTensor& key_padding_mask, const OptionalTensor& bias,
+                                                            bool causal, double scale, double p, const OptionalTensor& seed,
+                                                            int64_t offset);
+
 void adam_step(const Tensor& param, const Tensor& grad, const Tensor& exp_avg, const Tensor& exp_avg_sq,
                const OptionalTensor& param_copy, const OptionalTensor& param_low, const OptionalTensor& grad_scale,
                const OptionalTensor& overflow, double lr, double beta1, double beta2, double eps, double weight_decay,

@@ -11,6 +11,7 @@ from ls_plugin.ops import attention_softmax as _attention_softmax
 from ls_plugin.ops import bias_act_dropout as _bias_act_dropout
 from ls_plugin.ops import bias_dropout_residual as _bias_dropout_residual
 from ls_plugin.ops import embedding as _embedding
+from ls_plugin.ops import fused_attention as _fused_attention
 from ls_plugin.ops import grad_norm as _grad_norm
 from ls_plugin.ops import label_smoothed_cross_entropy as _label_smoothed_cross_entropy
 from ls_plugin.ops import layer_norm as _layer_norm
@@ -21,6 +22,7 @@ from ls_plugin.ops.attention_softmax import attention_softmax
 from ls_plugin.ops.bias_act_dropout import bias_act_dropout
 from ls_plugin.ops.bias_dropout_residual import bias_dropout_residual
 from ls_plugin.ops.embedding import embedding
+from ls_plugin.ops.fused_attention import fused_attention
 from ls_plugin.ops.grad_norm import grad_norm
 from ls_plugin.ops.label_smoothed_cross_entropy import label_smoothed_cross_entropy
 from ls_plugin.ops.layer_norm import layer_norm
@@ -33,6 +35,7 @@ __all__ = [
     "bias_act_dropout",
     "bias_dropout_residual",
     "embedding",
+    "fused_attention",
     "grad_norm",
     "label_smoothed_cross_entropy",
     "layer_norm",
@@ -49,6 +52,7 @@ def register(namespace: str) -> None:
         _bias_act_dropout,
         _bias_dropout_residual,
         _embedding,
+        _fused_attention,
         _grad_norm,
         _label_smoothed_cross_entropy,
         _layer_norm,

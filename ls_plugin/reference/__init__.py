@@ -10,6 +10,7 @@ from ls_plugin.reference.bias_act_dropout import bias_act_dropout
 from ls_plugin.reference.bias_dropout_residual import bias_dropout_residual
 from ls_plugin.reference.dropout import dropout_keep_mask, dropout_scale, dropout_threshold
 from ls_plugin.reference.embedding import embedding, position_ids
+from ls_plugin.reference.fused_attention import fused_attention
 from ls_plugin.reference.grad_norm import grad_norm
 from ls_plugin.reference.label_smoothed_cross_entropy import label_smoothed_cross_entropy
 from ls_plugin.reference.layer_norm import layer_norm
@@ -25,6 +26,7 @@ __all__ = [
     "dropout_scale",
     "dropout_threshold",
     "embedding",
+    "fused_attention",
     "grad_norm",
     "join_master",
     "label_smoothed_cross_entropy",

@@ -1,0 +1,166 @@
+// Small matrix products that stay in the cache: packing into fp32 scratch, and C = A B by register tiles of 6 rows x 2 vectors.
+//
+// 12 accumulators, 2 vectors of B and one broadcast element of A fill the 16 registers of AVX2 (and half of AVX-512's), and 12 sums in
+// flight cover the latency of two multiply-adds per cycle. B comes in panels of kPanel columns, each contiguous over k, so that whatever
+// the leading dimension, a panel is read straight through the first-level cache. Half types are widened when packed. All is fp32.
+#pragma once
+
+#include <algorithm>
+
+#include "cpu/vec.h"
+
+namespace ls::cpu::LS_ISA {
+
+constexpr int kTileRows = 6, kTileVectors = 2;
+constexpr int64_t kPanel = kTileVectors * kLanes;
+
+inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+// A matrix as the right factor: element (k, j) lies at data[j / kPanel * panel_stride + k * row_stride + j % kPanel].
+struct Panels {
+  float* data;
+  int64_t row_stride, panel_stride;
+};
+// Panels one after another, each (n_rows, kPanel): for long matrices, whose rows apart would fall on few sets of the cache.
+inline Panels panels(float* data, int64_t n_rows) { return {data, kPanel, n_rows * kPanel}; }
+// An ordinary row-major matrix.
+inline Panels row_major(float* data, int64_t pitch) { return {data, pitch, kPanel}; }
+// Floats that either takes for n_rows x n_cols.
+inline int64_t panels_size(int64_t n_rows, int64_t n_cols) { return n_rows * round_up(n_cols, kPanel); }
+
+// out(i, j) = x[i * stride + j] * scale, (n_rows, n_cols); the columns up to a whole panel are zero.
+template <typename scalar_t>
+inline void pack_rows(const scalar_t* x, int64_t stride, int64_t n_rows, int64_t n_cols, float scale, Panels out) {
+  const vfloat zero{};
+  for (int64_t j = 0; j < n_cols; j += kPanel) {
+    const scalar_t* from = x + j;
+    float* to = out.data + j / kPanel * out.panel_stride;
+    const int64_t n = n_cols - j;
+    for (int64_t i = 0; i < n_rows; ++i, from += stride, to += out.row_stride) {
+      if (n >= kPanel) {
+        for (int v = 0; v < kTileVectors; ++v) store(to + v * kLanes, load(from + v * kLanes) * scale);
+      } else if (n > kLanes) {
+        store(to, load(from) * scale);
+        store(to + kLanes, load_tail(from + kLanes, n - kLanes) * scale);
+      } else {
+        store(to, n == kLanes ? load(from) * scale : load_tail(from, n) * scale);
+        store(to + kLanes, zero);
+      }
+    }
+  }
+}
+
+// x[i][j] becomes x[j][i], for kLanes x kLanes elements: at each step pairs of rows `width` apart swap blocks of that width.
+template <int kWidth = 1>
+inline void transpose(vfloat (&x)[kLanes]) {
+  if constexpr (kWidth < kLanes) {
+    vint take_first, take_second;  // lanes of the pair, the second vector's from kLanes on
+    for (int l = 0; l < kLanes; ++l) {
+      take_first[l] = l & kWidth ? kLanes + l - kWidth : l;
+      take_second[l] = l & kWidth ? kLanes + l : l + kWidth;
+    }
+    for (int i = 0; i < kLanes; ++i) {
+      if (i & kWidth) continue;
+      const vfloat first = x[i], second = x[i + kWidth];
+#if defined(__clang__)
+      for (int l = 0; l < kLanes; ++l) {
+        x[i][l] = l & kWidth ? second[l - kWidth] : first[l];
+        x[i + kWidth][l] = l & kWidth ? second[l] : first[l + kWidth];
+      }
+#else
+      x[i] = __builtin_shuffle(first, second, take_first);
+      x[i + kWidth] = __builtin_shuffle(first, second, take_second);
+#endif
+    }
+    transpose<2 * kWidth>(x);
+  }
+}
+
+// out(j, i) = x[i * stride + j], (n_cols, n_rows); the columns of out up to a whole panel are zero.
+template <typename scalar_t>
+inline void pack_transposed(const scalar_t* x, int64_t stride, int64_t n_rows, int64_t n_cols, Panels out) {
+  for (int64_t i = 0; i < round_up(n_rows, kPanel); i += kLanes) {
+    const int n = static_cast<int>(std::clamp<int64_t>(n_rows - i, 0, kLanes));
+    const scalar_t* from = x + i * stride;
+    float* to = out.data + i / kPanel * out.panel_stride + i % kPanel;
+    for_each_vector(n_cols, [&](int64_t j, auto width) {
+      vfloat block[kLanes] = {};
+      if (n == kLanes) {
+        for (int l = 0; l < kLanes; ++l) block[l] = load_n(from + l * stride + j, width);
+      } else {
+        for (int l = 0; l < n; ++l) block[l] = load_n(from + l * stride + j, width);
+      }
+      transpose(block);
+      for (int l = 0; l < static_cast<int>(width); ++l) store(to + (j + l) * out.row_stride, block[l]);
+    });
+  }
+}
+
+// c(i, j) = or += sum over k of A(i, k) b[k * row_stride + j] for a tile of kRows x (kVectors kLanes) elements.
+// A(i, k) = a[k * lda + i] if kTransposed, else a[i * lda + k].
+template <int kRows, int kVectors, bool kTransposed>
+inline void multiply_tile(int64_t n_k, const float* a, int64_t lda, const float* b, int64_t row_stride, float* c, int64_t ldc,
+                          bool add) {
+  vfloat sum[kRows][kVectors] = {};
+  for (int64_t k = 0; k < n_k; ++k) {
+    vfloat right[kVectors];
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) right[v] = load(b + k * row_stride + v * kLanes);
+#pragma GCC unroll 6
+    for (int i = 0; i < kRows; ++i) {
+      const vfloat left = broadcast(kTransposed ? a[k * lda + i] : a[i * lda + k]);
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) sum[i][v] += left * right[v];
+    }
+  }
+#pragma GCC unroll 6
+  for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) {
+      float* to = c + i * ldc + v * kLanes;
+      store(to, add ? load(to) + sum[i][v] : sum[i][v]);
+    }
+  }
+}
+
+// C (n_rows, n_cols) = or += A (n_rows, n_k) B; C is written in whole vectors. A's rows are split into equal tiles of at most kTileRows.
+template <bool kTransposed>
+inline void multiply(int64_t n_rows, int64_t n_cols, int64_t n_k, const float* a, int64_t lda, Panels b, float* c, int64_t ldc,
+                     bool add) {
+  const int64_t n_tiles = (n_rows + kTileRows - 1) / kTileRows;
+  for (int64_t j = 0; j < n_cols; j += kPanel) {
+    const float* panel = b.data + j / kPanel * b.panel_stride;
+    for (int64_t t = 0; t < n_tiles; ++t) {
+      const int64_t i = t * n_rows / n_tiles, rows = (t + 1) * n_rows / n_tiles - i;
+      const float* from = a + i * (kTransposed ? 1 : lda);
+      float* to = c + i * ldc + j;
+      const auto tile = [&](auto n) {
+        if (n_cols - j > kLanes)
+          multiply_tile<n, kTileVectors, kTransposed>(n_k, from, lda, panel, b.row_stride, to, ldc, add);
+        else
+          multiply_tile<n, 1, kTransposed>(n_k, from, lda, panel, b.row_stride, to, ldc, add);
+      };
+      switch (rows) {
+        case 6:
+          tile(std::integral_constant<int, 6>{});
+          break;
+        case 5:
+          tile(std::integral_constant<int, 5>{});
+          break;
+        case 4:
+          tile(std::integral_constant<int, 4>{});
+          break;
+        case 3:
+          tile(std::integral_constant<int, 3>{});
+          break;
+        case 2:
+          tile(std::integral_constant<int, 2>{});
+          break;
+        default:
+          tile(std::integral_constant<int, 1>{});
+      }
+    }
+  }
+}
+
+}  // namespace ls::cpu::LS_ISA

@@ -1,0 +1,243 @@
+"""Fused attention: both products, the masks, the softmax and the dropout between them."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ls_plugin import _library, reference
+from ls_plugin.ops.attention_softmax import attention_softmax
+from ls_plugin.ops.autograd import DifferentiableOp
+from ls_plugin.ops.checks import to_common_dtype
+from ls_plugin.ops.rng import draw_seed, rank_offset
+
+_OP = "fused_attention"
+
+# Costs of a route on a GPU. Bandwidth: NVIDIA's data sheet of the A100 40 GB. Launch: what a small kernel takes from one launch to the next.
+_BYTES_PER_SECOND = 1.555e12
+_SECONDS_PER_LAUNCH = 5e-6
+_SDPA_MAX_HEAD_DIM = 256  # of torch's flash kernels, in multiples of 8
+_ROUTES = ("kernel", "three_steps", "sdpa")
+
+
+def fused_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_padding_mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    p: float = 0.0,
+    training: bool = True,
+    route: str | None = None,
+) -> Tensor:
+    """out = dropout(softmax(scale * q k^T + bias)) v over the keys that a query sees; see :func:`ls_plugin.reference.fused_attention`.
+
+    On the CPU one kernel, which keeps the scores in the cache. On a GPU two products around ``attention_softmax``, or torch's
+    ``scaled_dot_product_attention``, whichever :func:`choose_route` counts as cheaper.
+
+    Args:
+        q: (B, H, T, D), fp32, fp16 or bf16 (others run the reference).  k, v: (B, H, S, D). Any strides, without a copy if the last is 1:
+            a projection (T, B, H * D) is passed as ``x.view(T, B, H, D).permute(1, 2, 0, 3)``. Promoted to one dtype if they differ.
+        key_padding_mask: bool (B, S), true at padding, or None.
+        bias: floating, broadcastable to (B, H, T, S), may hold -inf; or None. It is rounded to q's dtype; it gets no gradient.
+        causal: query t sees the keys s <= t + (S - T) only.
+        scale: of the scores; None for D ** -0.5.
+        p: probability of dropping an element of the probabilities, in [0, 1]; taken as 0 unless ``training``. The mask is that of
+            ``attention_softmax`` on (B, H, T, S) scores.
+        route: "kernel", "three_steps" or "sdpa" instead of the choice, for tests.
+    Returns:
+        (B, H, T, D) in q's dtype; 0 in the rows that see no key. From the CPU kernel its dimensions lie in memory in q's order, so that
+        ``out.permute(2, 0, 1, 3).reshape(T, B, H * D)`` is a view for q as above; gradients have the order of their own inputs.
+    Saves for backward: q, k, v, key_padding_mask and bias as given (if they had to be neither expanded nor cast), 4 bytes a row (log
+        sum exp) and, with dropout, an 8-byte seed; no scores, no mask. The three steps save the probabilities as well, and with dropout the
+        scores.
+    Raises:
+        ValueError: p outside [0, 1], a bias that requires a gradient, or an unknown route.
+        RuntimeError: a shape, dtype or device does not fit.
+    """
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"{_OP}: p must lie in [0, 1], got {p}")
+    if route is not None and route not in _ROUTES:
+        raise ValueError(f"{_OP}: route must be one of {', '.join(_ROUTES)}, got {route!r}")
+    if bias is not None and bias.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            f"{_OP}: bias must not require a gradient, which is not computed; use attention_softmax for a learned bias"
+        )
+    p = p if training else 0.0
+    q, k, v = to_common_dtype(q, k, v)
+    bias = None if bias is None else _expand_bias(bias, q, k)
+    _check(q, k, v, key_padding_mask, bias)
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    if not _library.has_kernel(q):
+        seed = draw_seed(q.device) if p > 0.0 else None
+        return reference.fused_attention(q, k, v, key_padding_mask, bias, causal, scale, p, seed, rank_offset())
+    if route is None:
+        route = "kernel"
+        if _library.runs_cuda_kernels(q):
+            route = choose_route(
+                *q.shape, k.shape[2], q.element_size(), sdpa_refusals(q, k, key_padding_mask, bias, causal, p)
+            )
+    if route == "sdpa":
+        refusals = sdpa_refusals(q, k, key_padding_mask, bias, causal, p)
+        if refusals:
+            raise ValueError(f"{_OP}: scaled_dot_product_attention cannot serve this call: {'; '.join(refusals)}")
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
+    if route == "three_steps":
+        scores = q @ k.transpose(-1, -2)
+        return attention_softmax(scores, key_padding_mask, bias, causal, scale, p) @ v
+    seed = draw_seed(q.device) if p > 0.0 else None
+    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
+    key_padding_mask = None if key_padding_mask is None else key_padding_mask.contiguous()
+    return _forward(q, k, v, key_padding_mask, bias, causal, scale, p, seed, rank_offset())[0]
+
+
+def sdpa_refusals(
+    q: Tensor, k: Tensor, key_padding_mask: Tensor | None, bias: Tensor | None, causal: bool, p: float
+) -> list[str]:
+    """All reasons why torch's ``scaled_dot_product_attention`` would not give this op's result, or not in one kernel."""
+    n_queries, n_keys, head_dim = q.shape[2], k.shape[2], q.shape[3]
+    reasons = [
+        (key_padding_mask is not None, "a key_padding_mask may leave a row without keys, which must give 0"),
+        (bias is not None, "a bias may leave a row without keys, which must give 0"),
+        (
+            causal and n_queries != n_keys,
+            f"its causal mask starts at the first key, so T = {n_queries} must be S = {n_keys}",
+        ),
+        (p > 0.0, "its dropout draws from torch's generator, which fairseq seeds alike on all ranks"),
+        (torch.are_deterministic_algorithms_enabled(), "its backward is not deterministic"),
+        (q.dtype == torch.float32, "its fast kernels take fp16 and bf16"),
+        (
+            head_dim % 8 != 0 or head_dim > _SDPA_MAX_HEAD_DIM,
+            f"its fast kernels take D in multiples of 8 up to {_SDPA_MAX_HEAD_DIM}, not {head_dim}",
+        ),
+    ]
+    return [reason for holds, reason in reasons if holds]
+
+
+def choose_route(
+    n_batch: int, n_heads: int, n_queries: int, head_dim: int, n_keys: int, element_size: int, refusals: list[str]
+) -> str:
+    """The cheaper way on a GPU, "three_steps" or "sdpa", by :func:`route_seconds`; SDPA only where nothing speaks against it."""
+    if refusals:
+        return "three_steps"
+    sizes = n_batch, n_heads, n_queries, head_dim, n_keys, element_size
+    return min(("sdpa", "three_steps"), key=lambda route: route_seconds(route, *sizes))
+
+
+def route_seconds(
+    route: str, n_batch: int, n_heads: int, n_queries: int, head_dim: int, n_keys: int, element_size: int
+) -> float:
+    """Counted, not measured: time of forward and backward from the bytes that cross memory and the number of launches.
+
+    Three steps: scores written and read, probabilities written and read; backward dP written, probabilities and dP read by the softmax,
+    dS written and read by two products, probabilities read by one: 11 times T S elements, in 3 + 5 launches. Each of the 6 products
+    moves two operands of T D and S D.
+    SDPA (flash): q, k, v and out; backward reads q, k, v, grad_out, and out and grad_out once more for the row sums, adds grad_q in fp32
+    (zeroed, written, read) and writes three gradients: 1 + 4 launches.
+    """
+    queries, keys = n_queries * head_dim, n_keys * head_dim
+    if route == "three_steps":
+        elements, launches = 11 * n_queries * n_keys + 6 * (queries + keys), 8
+    else:
+        elements, launches = 4 * (queries + keys) + 3 * queries + 2 * keys + 3 * queries * 4 // element_size, 5
+    return n_batch * n_heads * elements * element_size / _BYTES_PER_SECOND + launches * _SECONDS_PER_LAUNCH
+
+
+def _require(condition, message):
+    """Not torch._check: the wrapper itself checks, and torch.compile takes no tensors in that one's messages."""
+    if not condition:
+        raise RuntimeError(message())
+
+
+def _expand_bias(bias, q, k):
+    """A view (B, H, T, S) in q's dtype with stride 1 over the keys."""
+    target = (*q.shape[:3], k.shape[2])
+    fits = bias.dim() <= len(target) and all(
+        size in (1, full) for size, full in zip(reversed(bias.shape), reversed(target), strict=False)
+    )
+    _require(
+        bias.is_floating_point() and fits,
+        lambda: (
+            f"{_OP}: bias must be floating and broadcastable to (B, H, T, S) = {target}, got {tuple(bias.shape)} of {bias.dtype}"
+        ),
+    )
+    bias = bias.to(q.dtype)
+    if bias.dim() == 0 or bias.shape[-1] != target[-1]:
+        bias = bias.expand(*bias.shape[:-1], target[-1])
+    if bias.stride(-1) != 1:
+        bias = bias.contiguous()
+    return bias.expand(target)
+
+
+def _check(q, k, v, key_padding_mask, bias):
+    _require(q.dim() == 4, lambda: f"{_OP}: q must have shape (B, H, T, D), got {tuple(q.shape)}")
+    _require(k.dim() == 4, lambda: f"{_OP}: k must have shape (B, H, S, D), got {tuple(k.shape)}")
+    expected = (*q.shape[:2], k.shape[2], q.shape[3])
+    for name, t in (("k", k), ("v", v)):
+        _require(
+            t.shape == expected,
+            lambda name=name, t=t: f"{_OP}: {name} must have shape {expected}, got {tuple(t.shape)}",
+        )
+    if key_padding_mask is not None:
+        mask_shape = (q.shape[0], k.shape[2])
+        _require(
+            key_padding_mask.shape == mask_shape,
+            lambda: (
+                f"{_OP}: key_padding_mask must have shape (B, S) = {mask_shape}, got {tuple(key_padding_mask.shape)}"
+            ),
+        )
+        _require(
+            key_padding_mask.dtype == torch.bool,
+            lambda: f"{_OP}: key_padding_mask must be Bool, got {key_padding_mask.dtype}",
+        )
+
+
+def _new_in_order_of(t):
+    """Empty, of t's shape, without gaps, its first three dimensions one inside the other as t's are (``kernels/ops/fused_attention.cpp``)."""
+    strides, stride = [1] * 4, max(t.shape[3], 1)
+    for i in reversed(sorted(range(3), key=lambda i: -t.stride(i))):
+        strides[i] = stride
+        stride = stride * max(t.shape[i], 1)
+    return torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device)
+
+
+def _forward_fake(q, k, v, key_padding_mask, bias, causal, scale, p, seed, offset):
+    _check(q, k, v, key_padding_mask, bias)
+    return _new_in_order_of(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+def _backward_fake(grad_out, q, k, v, lse, key_padding_mask, bias, causal, scale, p, seed, offset):
+    _check(q, k, v, key_padding_mask, bias)
+    return _new_in_order_of(q), _new_in_order_of(k), _new_in_order_of(v)
+
+
+def _setup_context(ctx, inputs, output):
+    q, k, v, key_padding_mask, bias, ctx.causal, ctx.scale, ctx.p, seed, ctx.offset = inputs
+    _, lse = output
+    ctx.mark_non_differentiable(lse)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, lse, key_padding_mask, bias, seed)
+
+
+def _backward(ctx, grad_out, _grad_lse):
+    grads = (None, None, None)
+    if grad_out is not None:
+        q, k, v, lse, key_padding_mask, bias, seed = ctx.saved_tensors
+        if grad_out.stride(-1) != 1:  # as that of out.sum(): one element, repeated
+            grad_out = grad_out.contiguous()
+        grads = _library.kernels().fused_attention_backward(
+            grad_out, q, k, v, lse, key_padding_mask, bias, ctx.causal, ctx.scale, ctx.p, seed, ctx.offset
+        )
+    grads = (grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad[:3], strict=True))
+    return *grads, None, None, None, None, None, None, None
+
+
+_forward = DifferentiableOp(_OP, _setup_context, _backward)
+
+
+def register(namespace: str) -> None:
+    """Fake kernels and autograd for one build of the library."""
+    torch.library.register_fake(f"{namespace}::fused_attention_forward", _forward_fake)
+    torch.library.register_fake(f"{namespace}::fused_attention_backward", _backward_fake)
+    _forward.register(namespace)
