@@ -20,7 +20,8 @@ def draw_seed(device: torch.device | None = None) -> Tensor:
         and torch.cuda.is_current_stream_capturing()
     ):
         raise RuntimeError(
-            "bias_dropout_residual: p > 0 is unsupported while a CUDA graph is captured, since each replay would repeat one mask"
+            "ls_plugin: dropout (p > 0) is unsupported while a CUDA graph is captured, since each replay would repeat one mask; "
+            "capture with p = 0"
         )
     return torch.randint(torch.iinfo(torch.int64).max, (1,), dtype=torch.int64)
 
