@@ -84,6 +84,9 @@ def fused_attention(
             raise ValueError(f"{_OP}: scaled_dot_product_attention cannot serve this call: {'; '.join(refusals)}")
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
     if route == "three_steps":
+        # The product leaves q k^T in q's dtype, which in fp16 ends at 65,504; stock scales q before it, too.
+        if q.dtype == torch.float16:
+            q, scale = q * scale, 1.0
         scores = q @ k.transpose(-1, -2)
         return attention_softmax(scores, key_padding_mask, bias, causal, scale, p) @ v
     seed = draw_seed(q.device) if p > 0.0 else None

@@ -256,6 +256,18 @@ def test_large_scores(backend):
     torch.testing.assert_close(ops.fused_attention(q, k, v), F.scaled_dot_product_attention(q, k, v))
 
 
+@pytest.mark.parametrize("route", [None, "three_steps"])
+def test_fp16_scores_that_overflow_before_they_are_scaled(backend, route):
+    """q k^T goes up to 102,400, times D ** -0.5 up to 12,800."""
+    sign = torch.tensor([1.0, -1.0, 0.5]).view(1, 1, 3, 1)
+    q = (40 * sign).expand(1, 2, 3, 64).to(backend.device, torch.float16).requires_grad_()
+    v = torch.randn(1, 2, 3, 64, generator=torch.Generator().manual_seed(5)).to(q)
+    out = ops.fused_attention(q, q.detach(), v, route=route)
+    torch.testing.assert_close(out, v[:, :, [0, 1, 0]])  # the softmax is one-hot
+    (grad,) = torch.autograd.grad(out, q, torch.ones_like(out))
+    assert torch.isfinite(grad).all()
+
+
 @pytest.mark.parametrize("p", [0.0, 0.1])
 def test_same_bits_twice(backend, p):
     inputs = sample_inputs((2, 3, 50, 50, 16), backend.device, torch.float32)
