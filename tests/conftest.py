@@ -3,12 +3,16 @@
 import contextlib
 import dataclasses
 import functools
+import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+
+# Without it torch refuses cuBLAS products under use_deterministic_algorithms.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

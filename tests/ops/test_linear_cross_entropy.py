@@ -56,7 +56,7 @@ def torch_loss(x, weight, target, reduction="sum"):
 def run(function, x, weight, grad_loss):
     leaves = [t.detach().requires_grad_() for t in (x, weight)]
     loss, nll = function(*leaves)
-    return [loss, nll, *torch.autograd.grad(loss, leaves, grad_loss.to(loss.dtype).expand_as(loss))]
+    return [loss, nll, *torch.autograd.grad(loss, leaves, grad_loss.to(loss).expand_as(loss))]
 
 
 def compare(x, weight, target, reduction):

@@ -16,7 +16,7 @@ class OpCase:
 
     Args:
         name: the op's stem, and what is special about this call.
-        function: leaves -> output or outputs, all of which get a gradient.  Dropout may be on: the seed is fixed by the tests.
+        function: leaves, on any device -> output or outputs, all of which get a gradient.  Dropout may be on: the seed is fixed by the tests.
         shapes: of the leaves, fp32, normally distributed, all of which get a gradient.
         saved_bytes: what the docstring promises to keep for the backward, given the leaves and the outputs: every byte of every tensor
             that is kept, leaves and outputs among them.
@@ -44,7 +44,7 @@ class OpCase:
         """Outputs and the gradients of the leaves."""
         outputs = self.outputs(leaves)
         generator = torch.Generator().manual_seed(8)
-        grads = [torch.randn(out.shape, generator=generator).to(out.dtype) for out in outputs]
+        grads = [torch.randn(out.shape, generator=generator).to(out) for out in outputs]
         return [*outputs, *torch.autograd.grad(outputs, leaves, grads)]
 
 

@@ -10,7 +10,9 @@ LSE_BYTES = 2 * 3 * 7 * 4
 CASES = [
     OpCase(
         "attention_softmax",
-        lambda scores, bias: ops.attention_softmax(scores, PADDING, bias, causal=True, scale=0.5, p=0.3),
+        lambda scores, bias: ops.attention_softmax(
+            scores, PADDING.to(scores.device), bias, causal=True, scale=0.5, p=0.3
+        ),
         ((2, 3, 7, 11), (7, 11)),
         saved_bytes=lambda leaves, outputs: n_bytes(*leaves, PADDING) + LSE_BYTES + SEED_BYTES,
         autocast_dtype=torch.bfloat16,
@@ -18,7 +20,7 @@ CASES = [
     ),
     OpCase(
         "attention_softmax without dropout",
-        lambda scores, bias: ops.attention_softmax(scores, PADDING, bias, causal=True, scale=0.5),
+        lambda scores, bias: ops.attention_softmax(scores, PADDING.to(scores.device), bias, causal=True, scale=0.5),
         ((2, 3, 7, 11), (7, 11)),
         saved_bytes=lambda leaves, outputs: n_bytes(*outputs),
         autocast_dtype=torch.bfloat16,

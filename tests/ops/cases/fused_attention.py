@@ -12,7 +12,7 @@ SHAPES = ((2, 3, 7, 8), (2, 3, 11, 8), (2, 3, 11, 8))
 CASES = [
     OpCase(
         "fused_attention",
-        lambda q, k, v: ops.fused_attention(q, k, v, PADDING, BIAS, causal=True, p=0.3),
+        lambda q, k, v: ops.fused_attention(q, k, v, PADDING.to(q.device), BIAS.to(q.device), causal=True, p=0.3),
         SHAPES,
         saved_bytes=lambda leaves, outputs: n_bytes(*leaves, PADDING, BIAS) + LSE_BYTES + SEED_BYTES,
         masks=(PADDING, BIAS),

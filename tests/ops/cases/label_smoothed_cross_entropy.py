@@ -9,7 +9,7 @@ PAD = 1
 def _loss(logits, inplace):
     # The view is no leaf, as a projection's output.
     return ops.label_smoothed_cross_entropy(
-        logits.view_as(logits), torch.tensor([3, PAD, 0, 7]), 0.1, PAD, inplace=inplace
+        logits.view_as(logits), torch.tensor([3, PAD, 0, 7], device=logits.device), 0.1, PAD, inplace=inplace
     )[0]
 
 

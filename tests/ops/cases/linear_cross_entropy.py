@@ -7,7 +7,8 @@ PAD = 1
 
 
 def _loss(x, weight, reduction):
-    return ops.linear_cross_entropy(x, weight, torch.tensor([3, PAD, 0, 7]), 0.1, PAD, reduction)[0]
+    target = torch.tensor([3, PAD, 0, 7], device=x.device)
+    return ops.linear_cross_entropy(x, weight, target, 0.1, PAD, reduction)[0]
 
 
 CASES = [
