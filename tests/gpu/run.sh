@@ -5,6 +5,7 @@
 #   LS_PYTHON          the interpreter (default: .venv/bin/python, else python3)
 #   LS_GPU_TEST_S      time limits, in seconds, of the tests (default 180)
 #   LS_GPU_BENCH_S     and of the benchmarks (default 300)
+#   LS_GPU_TEST_JOBS   test files at a time (default 4)
 #   LS_GPU_REHEARSAL   1: without a GPU, a few tests on the SIMT harness and a few benchmarks on the CPU, to try this script
 set -uo pipefail
 
@@ -12,6 +13,7 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 [ $# = 1 ] || { echo "usage: bash tests/gpu/run.sh OUT" >&2; exit 2; }
 mkdir -p "$1" && OUT=$(cd "$1" && pwd) || exit 2
 cd "$ROOT" || exit 2
+rm -f "$OUT"/tests_*.{xml,log} "$OUT"/benchmark_*.json  # of an earlier run: they would be read as this one's
 
 PYTHON=${LS_PYTHON:-}
 if [ -z "$PYTHON" ]; then
@@ -24,40 +26,69 @@ REHEARSAL=${LS_GPU_REHEARSAL:-0}
 die() { printf 'tests/gpu/run.sh: %s\n' "$1" >&2; exit 2; }
 
 if [ "$REHEARSAL" = 1 ]; then
-  tests=(-k "simt and (layer_norm or adam) and not compile")
-  benchmarks=(layer_norm bias_dropout_residual --device cpu --shape "32 x" --seconds 0.1 --no-compile)
-  first=(--dtypes bf16) second=(--dtypes fp32)
+  files=(tests/ops/test_layer_norm.py tests/ops/test_adam.py) tests=(-k simt)
+  benchmarks=(layer_norm bias_dropout_residual --device cpu --shape "32 x" --seconds 0.1)
+  first=(--dtypes bf16 --no-compile) second=(--dtypes fp32 --no-compile) third=()
   export MALLOC_PERTURB_=128   # glibc fills what it hands out with 0x7f: 3e38 in fp32 and bf16, NaN in fp16
 else
   "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>"$OUT/gpu.log" ||
     die "no GPU: torch.cuda.is_available() is false for $PYTHON (see $OUT/gpu.log); LS_GPU_REHEARSAL=1 tries the script without one"
   "$PYTHON" -W ignore - >"$OUT/library.log" 2>&1 <<'PYTHON' || die "$(tail -n 1 "$OUT/library.log"); build with LS_CUDA=1, see tests/gpu/README.md"
 import sys
+import fairseq  # tests and benchmarks compare with it
+import torch
 from ls_plugin import _library
 status = _library.status()
 print(status)
 if not (status.loaded and status.cuda):
     sys.exit(f"the compiled library has no CUDA kernels: {status.reason or status.path}")
+if not _library.has_kernel(torch.empty(0, device="cuda")):
+    sys.exit(f"the compiled library has no kernels for {torch.cuda.get_device_name()}, only for {status.archs}")
 PYTHON
-  tests=(-k cuda)
+  files=(tests/ops/test_*.py) tests=(-k cuda)
   benchmarks=(--device cuda --seconds 0.6)
-  first=(--dtypes bf16) second=(--dtypes fp32 fp16 --no-compile)
+  first=(--dtypes bf16 --no-compile) second=(--dtypes fp32 fp16 --no-compile) third=(--dtypes bf16)
 fi
 
-echo "== tests"
-timeout --kill-after=10 "${LS_GPU_TEST_S:-180}" "$PYTHON" -m pytest tests/ops -q -p tests.gpu.poison "${tests[@]}" \
-  --junitxml "$OUT/tests.xml" >"$OUT/tests.log" 2>&1
-tests_status=$?
-tail -n 3 "$OUT/tests.log"
+# A process for each file: what ends a CUDA context (a fault, a trap) then fails the rest of one op's tests and not of all. SIGINT
+# lets pytest write its record of what it has done.
+test_file() {
+  local name left=$(($1 - SECONDS))
+  name=$(basename "$2" .py)
+  [ "$left" -gt 0 ] || return 124
+  timeout --signal=INT --kill-after=10 "$left" "$PYTHON" -m pytest "$2" -q -p tests.gpu.poison "${tests[@]}" \
+    --junitxml "$OUT/tests_$name.xml" >"$OUT/tests_$name.log" 2>&1
+  local status=$?
+  [ "$status" != 5 ] || status=0  # none of its tests is for a GPU
+  [ "$status" = 0 ] || echo "$name: $(tail -n 1 "$OUT/tests_$name.log")"
+  return "$status"
+}
 
-# The dtype that matters most first; each case is on disk as soon as it is measured.
+echo "== tests"
+deadline=$((SECONDS + ${LS_GPU_TEST_S:-180})) tests_status=0 running=0
+for file in "${files[@]}"; do
+  if [ "$running" -ge "${LS_GPU_TEST_JOBS:-4}" ]; then
+    wait -n || { status=$?; [ "$tests_status" != 0 ] || tests_status=$status; }
+    running=$((running - 1))
+  fi
+  test_file "$deadline" "$file" &
+  running=$((running + 1))
+done
+while [ "$running" -gt 0 ]; do
+  wait -n || { status=$?; [ "$tests_status" != 0 ] || tests_status=$status; }
+  running=$((running - 1))
+done
+
+# Bandwidth and eager of every op first, the dtype that matters most before the others; torch.compile, which takes seconds for each case, in
+# what time is left. Each case is on disk as soon as it is measured.
 echo "== benchmarks"
 begin=$SECONDS bench_status=0
-for part in first second; do
+for part in first second third; do
+  declare -n options=$part
+  [ "${#options[@]}" -gt 0 ] || continue
   left=$((${LS_GPU_BENCH_S:-300} - (SECONDS - begin)))
   [ "$left" -gt 5 ] || { bench_status=124; break; }
-  declare -n dtypes=$part
-  timeout --kill-after=10 "$left" "$PYTHON" recipes/benchmarks/run.py "${benchmarks[@]}" "${dtypes[@]}" \
+  timeout --kill-after=10 "$left" "$PYTHON" recipes/benchmarks/run.py "${benchmarks[@]}" "${options[@]}" \
     --out "$OUT/benchmark_$part.json" >"$OUT/benchmark_$part.log" 2>&1
   status=$?
   [ "$status" = 0 ] || { bench_status=$status; tail -n 3 "$OUT/benchmark_$part.log"; }
@@ -66,11 +97,11 @@ done
 "$PYTHON" tests/gpu/summary.py "$OUT"
 summary_status=$?
 for name in tests bench summary; do
-  declare -n status=${name}_status
-  case $status in
+  declare -n result=${name}_status
+  case $result in
     0) ;;
     124 | 137) echo "$name: cut at the time limit" ;;
-    *) echo "$name: failed with status $status, see $OUT" ;;
+    *) echo "$name: failed with status $result, see $OUT" ;;
   esac
 done
 [ "$tests_status$bench_status$summary_status" = 000 ]

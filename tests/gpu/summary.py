@@ -5,11 +5,18 @@ import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
+MOST_NAMES = 20
 
-def test_lines(path: Path) -> list[str]:
-    if not path.exists():
-        return ["tests: no record (cut before their end)"]
-    suites = list(ElementTree.parse(path).getroot().iter("testsuite"))
+
+def test_lines(out: Path) -> tuple[list[str], bool]:
+    """Counts of all files, then what failed; and whether any test ran and passed at all."""
+    suites, lines = [], []
+    for log in sorted(out.glob("tests_*.log")):
+        path = log.with_suffix(".xml")
+        if path.exists():
+            suites += ElementTree.parse(path).getroot().iter("testsuite")
+        else:
+            lines.append(f"  {log.stem.removeprefix('tests_')}: no record (ended before its end), see {log.name}")
     counts = {
         key: sum(int(suite.get(key, 0)) for suite in suites) for key in ("tests", "failures", "errors", "skipped")
     }
@@ -19,7 +26,9 @@ def test_lines(path: Path) -> list[str]:
         for case in suite.iter("testcase")
         if case.find("failure") is not None or case.find("error") is not None
     ]
-    return [", ".join(f"{key} {n}" for key, n in counts.items()), *failed[:20]]
+    passed = counts["tests"] - counts["failures"] - counts["errors"] - counts["skipped"]
+    more = [f"  and {len(failed) - MOST_NAMES} more"] if len(failed) > MOST_NAMES else []
+    return [", ".join(f"{key} {n}" for key, n in counts.items()), *lines, *failed[:MOST_NAMES], *more], passed > 0
 
 
 def cell(value: float | None, form: str) -> str:
@@ -46,13 +55,16 @@ def benchmark_lines(path: Path) -> list[str]:
 def main() -> int:
     out = Path(sys.argv[1])
     records = sorted(out.glob("benchmark_*.json"))
-    print("\n".join(test_lines(out / "tests.xml")))
+    lines, any_passed = test_lines(out)
+    print("\n".join(lines))
+    if not any_passed:
+        print("no test ran and passed")
     print("ms of ls forward, backward; speed-up over eager, compiled; share of the copy bandwidth forward, backward")
     for path in records:
         print("\n".join(benchmark_lines(path)))
     if not records:
         print("no benchmark was measured")
-    return int(not records)
+    return int(not records or not any_passed)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,19 @@ def test_rehearsal_passes(tmp_path):
     done = run(tmp_path, LS_GPU_REHEARSAL="1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "failures 0, errors 0" in done.stdout
-    assert {"tests.xml", "tests.log", "benchmark_first.json", "benchmark_second.json"} <= {
-        p.name for p in tmp_path.iterdir()
-    }
+    expected = {f"tests_test_{stem}.{kind}" for stem in ("layer_norm", "adam") for kind in ("xml", "log")}
+    assert {*expected, "benchmark_first.json", "benchmark_second.json"} <= {p.name for p in tmp_path.iterdir()}
+
+
+def test_summary_fails_where_no_test_passed_and_names_what_left_no_record(tmp_path):
+    """A run whose tests were all skipped, or whose process died, is no success."""
+    (tmp_path / "tests_test_adam.log").touch()
+    (tmp_path / "tests_test_layer_norm.log").touch()
+    (tmp_path / "tests_test_layer_norm.xml").write_text(
+        '<testsuites><testsuite tests="3" failures="0" errors="0" skipped="3"/></testsuites>'
+    )
+    command = [sys.executable, str(ROOT / "tests" / "gpu" / "summary.py"), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "tests 3, failures 0, errors 0, skipped 3" in done.stdout and "no test ran and passed" in done.stdout
+    assert "test_adam: no record" in done.stdout
