@@ -245,14 +245,14 @@ def compile_formula(case: Case) -> tuple[Callable | None, float | None, str]:
     except CompileTimeout:
         return None, None, f"torch.compile took longer than {COMPILE_LIMIT_S} s"
     except Exception as error:
-        return None, None, f"torch.compile: {_first_line(error)}"
+        return None, None, f"torch.compile: {first_line(error)}"
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
     return function, time.perf_counter() - begin, ""
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
 
 
@@ -277,7 +277,7 @@ def measure(
                 try:
                     sample = _round(case, name, calls[name], stopwatch)
                 except Exception as error:
-                    reasons[name] = _first_line(error)
+                    reasons[name] = first_line(error)
                     del calls[name]
                     continue
                 if rounds >= 0:
@@ -399,4 +399,7 @@ def machine(device: torch.device) -> dict[str, str | int]:
         "fairseq": fairseq(),
         "compiler": output_of("c++", "--version"),
         "commit": output_of("git", "describe", "--always", "--dirty"),
+        "freed_memory": "kept"
+        if device.type == "cuda" or hasattr(ctypes.CDLL(None), "mallopt")
+        else "as the system has it",
     }

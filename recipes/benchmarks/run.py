@@ -168,7 +168,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Measures the chosen cases, prints the table, writes JSON and picture. 1 when an op of ours did not run."""
+    """Measures the chosen cases, prints the table, writes JSON and picture. 1 when an op of ours, or its case, did not run."""
     args = parse_arguments()
     torch.set_num_threads(args.threads)
     harness.keep_freed_memory()
@@ -179,6 +179,7 @@ def main() -> int:
     minutes = len(stems) * len(args.dtypes) * CASES_PER_OP * per_case / 60
     display = Display(len(stems) * len(args.dtypes))
     results: list[harness.Result] = []
+    failed: list[str] = []
 
     def report() -> None:
         if args.out:
@@ -198,15 +199,19 @@ def main() -> int:
             for name in args.dtypes:
                 display.say(f"{stem}, {name}")
                 torch.manual_seed(0)
-                for case in importlib.import_module(f"ops.{stem}").cases(device, DTYPES[name]):
-                    if args.shape in case.shape:
-                        display.show(f"{stem} {name}: {case.shape}")
-                        result = harness.measure(case, name, bandwidth, device, args.seconds, not args.no_compile)
-                        results.append(result)
-                        display.say(row(result))
-                        report()
+                try:
+                    for case in importlib.import_module(f"ops.{stem}").cases(device, DTYPES[name]):
+                        if args.shape in case.shape:
+                            display.show(f"{stem} {name}: {case.shape}")
+                            result = harness.measure(case, name, bandwidth, device, args.seconds, not args.no_compile)
+                            results.append(result)
+                            display.say(row(result))
+                            report()
+                except Exception as error:  # no memory for its tensors, say: the other ops are measured all the same
+                    failed.append(f"{stem} {name}: {harness.first_line(error)}")
+                    display.say(failed[-1])
                 display.show("", advance=1)
-    if not results:
+    if not results and not failed:
         print(f"no case has --shape {args.shape!r} in its shape", file=sys.stderr)
         return 1
     missing = [
@@ -220,15 +225,14 @@ def main() -> int:
         for r in results
         if (gain := r.speedup("best")) is not None and gain < 1.0
     ]
-    print(
-        "\n" + "\n".join([*missing, *slower, f"{len(results)} cases in {(time.monotonic() - begin) / 60:.1f} minutes"])
-    )
-    if args.out:
+    last = f"{len(results)} cases in {(time.monotonic() - begin) / 60:.1f} minutes"
+    print("\n" + "\n".join([*failed, *missing, *slower, last]))
+    if args.out and results:
         picture = args.out.with_suffix(".png")
         title = f"{machine['processor']}, {machine['threads']} threads, torch {machine['torch']}, {machine['commit']}"
         draw(results, title, picture)
         print(f"{args.out}, {picture}")
-    return int(any(result.times["ls"].why_not for result in results))
+    return int(bool(failed) or any(result.times["ls"].why_not for result in results))
 
 
 if __name__ == "__main__":

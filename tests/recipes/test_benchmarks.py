@@ -79,6 +79,20 @@ def test_refuses_what_it_cannot_do(arguments, message):
     assert done.returncode == 2 and message in done.stderr
 
 
+def test_an_op_whose_cases_cannot_be_made_does_not_stop_the_others():
+    script = f"""
+import sys
+sys.path.insert(0, {str(BENCHMARKS)!r})
+import run
+sys.modules["ops.adam"] = None  # its import fails
+sys.argv = [*"run.py adam layer_norm --dtypes fp32 --seconds 0.02 --threads 1 --no-compile --shape".split(), "32 x"]
+sys.exit(run.main())
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    assert "adam fp32: ModuleNotFoundError: import of ops.adam halted" in done.stdout and "1 cases in" in done.stdout
+
+
 def tiny_case(harness, **changes):
     x = torch.ones(4, 8, requires_grad=True)
     fields = {"eager": lambda x: x * 2, "ls": lambda x: x + x, "grad_outputs": (torch.ones(4, 8),)} | changes

@@ -44,15 +44,15 @@ def kernel(*buffers_scale_and_flag, zero_grad):
 
 def fp32_case(device, n_elem):
     """Stock's update parameter by parameter, ours over one buffer; torch.compile gets the formula over one buffer too."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
     parameters = []
     for shape in parameter_shapes(n_elem):
-        parameter = torch.nn.Parameter(torch.randn(shape, generator=generator).to(device))
-        parameter.grad = torch.randn(shape, generator=generator).to(device)
+        parameter = torch.nn.Parameter(torch.randn(shape, generator=generator, device=device))
+        parameter.grad = torch.randn(shape, generator=generator, device=device)
         parameters.append(parameter)
     optimizer = FairseqAdam(parameters, betas=(BETA1, BETA2), **OPTIONS)
     n_elem = sum(parameter.numel() for parameter in parameters)
-    param, grad = (torch.randn(n_elem, generator=generator).to(device) for _ in range(2))
+    param, grad = (torch.randn(n_elem, generator=generator, device=device) for _ in range(2))
     exp_avg, exp_avg_sq = (torch.zeros(n_elem, device=device) for _ in range(2))
     return Case(
         op="adam",
@@ -75,8 +75,8 @@ def mixed_case(device, dtype, n_elem, split):
 
     split: ours keeps the master as bf16 weight and low half, see ``reference.split_master``.
     """
-    generator = torch.Generator().manual_seed(0)
-    master, grad32 = (torch.randn(n_elem, generator=generator).to(device) for _ in range(2))
+    generator = torch.Generator(device).manual_seed(0)
+    master, grad32 = (torch.randn(n_elem, generator=generator, device=device) for _ in range(2))
     grad, scale = grad32.to(dtype), torch.tensor(0.5, device=device)
     stock_weight, stock_master = master.to(dtype), torch.nn.Parameter(master.clone())
     stock_master.grad = torch.empty_like(grad32)

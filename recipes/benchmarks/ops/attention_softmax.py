@@ -9,13 +9,13 @@ SHAPES = ((8, 8, 32, False), (16, 4, 64, False), (4, 8, 256, False), (2, 8, 512,
 
 
 def cases(device, dtype):
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
     seed = torch.tensor([5])
     for n_batch, n_heads, length, causal in SHAPES:
         if device.type == "cuda":
             n_batch = CUDA_ELEMENTS // (n_heads * length * length)
         shape = (n_batch, n_heads, length, length)
-        scores, grad_probs = (torch.randn(shape, generator=generator).to(device, dtype) for _ in range(2))
+        scores, grad_probs = (torch.randn(shape, generator=generator, device=device).to(dtype) for _ in range(2))
         padding = torch.zeros(n_batch, length, dtype=torch.bool)
         padding[1::2, length - length // 8 :] = True  # every other sentence an eighth shorter
         padding = None if causal else padding.to(device)

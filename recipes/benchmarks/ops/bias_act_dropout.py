@@ -10,13 +10,13 @@ CODES = {"relu": 0, "gelu": 1}  # Activation, kernels/common/params.h
 
 
 def cases(device, dtype):
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
     seed = torch.tensor([5])
     small, large = (32, 2048), (1024, 2048)
     shapes = [("relu", shape) for shape in shapes_for(device, (small, (1024, 1024), large))]
     shapes += [("gelu", shape) for shape in shapes_for(device, (large,))]
     for activation, (n_rows, n_cols) in shapes:
-        x, grad_y = (torch.randn(n_rows, n_cols, generator=generator).to(device, dtype) for _ in range(2))
+        x, grad_y = (torch.randn(n_rows, n_cols, generator=generator, device=device).to(dtype) for _ in range(2))
         bias = torch.zeros(n_cols, device=device, dtype=dtype)  # what bias_of_product has added
         stock, code = fairseq.utils.get_activation_fn(activation), CODES[activation]
 

@@ -8,10 +8,12 @@ P = 0.1
 
 
 def cases(device, dtype):
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
     seed = torch.tensor([5])
     for n_rows, n_cols in shapes_for(device, ((32, 512), (1024, 256), (1024, 512), (1024, 1024))):
-        x, residual, grad_y = (torch.randn(n_rows, n_cols, generator=generator).to(device, dtype) for _ in range(3))
+        x, residual, grad_y = (
+            torch.randn(n_rows, n_cols, generator=generator, device=device).to(dtype) for _ in range(3)
+        )
         bias = torch.zeros(n_cols, device=device, dtype=dtype)  # what bias_of_product has added
 
         def backward(_y, grad_y=grad_y):

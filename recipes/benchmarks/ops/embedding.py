@@ -13,7 +13,7 @@ P, PAD, MAX_POSITIONS = 0.1, 1, 1024
 
 def _tokens(n_sentences: int, n_tokens: int, n_embeddings: int, generator: torch.Generator) -> torch.Tensor:
     """Ids with the uneven frequencies of words, sentences of falling length, padded to the left as fairseq pads sources."""
-    uniform = torch.rand(n_sentences, n_tokens, generator=generator)
+    uniform = torch.rand(n_sentences, n_tokens, generator=generator, device=generator.device)
     tokens = (4 * torch.exp(uniform * math.log(n_embeddings / 4))).long().clamp(4, n_embeddings - 1)
     for b in range(n_sentences):
         tokens[b, : b * n_tokens // (4 * n_sentences)] = PAD
@@ -21,17 +21,17 @@ def _tokens(n_sentences: int, n_tokens: int, n_embeddings: int, generator: torch
 
 
 def cases(device, dtype):
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
     seed = torch.tensor([5])
     # B, T, V, C
     shapes = ((4, 8, 8000, 256), (16, 64, 8000, 512), (16, 64, 32000, 512), (16, 64, 32000, 1024))
     if device.type == "cuda":
         shapes = tuple((CUDA_ELEMENTS // (256 * n_cols), 256, 32000, n_cols) for n_cols in (512, 1024))
     for n_sentences, n_tokens, n_embeddings, n_cols in shapes:
-        tokens = _tokens(n_sentences, n_tokens, n_embeddings, generator).to(device)
-        weight = torch.randn(n_embeddings, n_cols, generator=generator).to(device, dtype)
+        tokens = _tokens(n_sentences, n_tokens, n_embeddings, generator)
+        weight = torch.randn(n_embeddings, n_cols, generator=generator, device=device).to(dtype)
         table = SinusoidalPositionalEmbedding.get_embedding(MAX_POSITIONS + PAD + 1, n_cols, PAD).to(device, dtype)
-        grad_y = torch.randn(n_sentences, n_tokens, n_cols, generator=generator).to(device, dtype)
+        grad_y = torch.randn(n_sentences, n_tokens, n_cols, generator=generator, device=device).to(dtype)
         scale = math.sqrt(n_cols)
 
         def eager(tokens, weight, table, scale=scale):

@@ -14,14 +14,14 @@ SHAPES = (
 
 
 def cases(device, dtype):
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
     seed = torch.tensor([5])
     for n_batch, n_heads, length, head_dim, causal in SHAPES:
         if device.type == "cuda":
             n_batch *= 8
         width = n_heads * head_dim
         q, k, v, grad_out = (
-            torch.randn(length, n_batch, width, generator=generator).to(device, dtype) for _ in range(4)
+            torch.randn(length, n_batch, width, generator=generator, device=device).to(dtype) for _ in range(4)
         )
         future = torch.full((length, length), -torch.inf).triu(1).to(device, dtype) if causal else None
 

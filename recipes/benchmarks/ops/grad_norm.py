@@ -9,11 +9,11 @@ from ops.adam import parameter_shapes, sizes
 def cases(device, dtype):
     """The norm of the gradients, no clipping: stock's parameter by parameter, ours over one buffer."""
     for n_elem in sizes(device):
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator(device).manual_seed(0)
         parameters = []
         for shape in parameter_shapes(n_elem):
             parameter = torch.nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-            parameter.grad = torch.randn(shape, generator=generator).to(device, dtype)
+            parameter.grad = torch.randn(shape, generator=generator, device=device).to(dtype)
             parameters.append(parameter)
         grad = torch.cat([parameter.grad.flatten() for parameter in parameters])
         yield Case(

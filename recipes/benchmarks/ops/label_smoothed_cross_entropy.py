@@ -10,12 +10,12 @@ EPSILON, PAD = 0.1, 1
 
 def cases(device, dtype):
     """The loss and the gradient of the logits, as the criterion computes them."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
     scale = 1024.0 if dtype == torch.float16 else 1.0  # as the op has it: fp16 gradients are stored larger
     tokens = 8192 if device.type == "cuda" else 1024
     for n_tokens, n_classes in ((32, 8_000), (tokens, 8_000), (tokens, 32_000)):
-        logits = torch.randn(n_tokens, n_classes, generator=generator).to(device, dtype)
-        target = torch.randint(4, n_classes, (n_tokens,), generator=generator).to(device)
+        logits = torch.randn(n_tokens, n_classes, generator=generator, device=device).to(dtype)
+        target = torch.randint(4, n_classes, (n_tokens,), generator=generator, device=device)
         one = torch.ones((), device=device)
         ones = torch.ones(n_tokens, device=device)
 

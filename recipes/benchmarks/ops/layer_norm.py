@@ -8,10 +8,10 @@ EPS = 1e-5
 
 
 def cases(device, dtype):
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
     for n_rows, n_cols in shapes_for(device, ((32, 512), (1024, 256), (1024, 512), (1024, 1024))):
-        x, grad_y = (torch.randn(n_rows, n_cols, generator=generator).to(device, dtype) for _ in range(2))
-        weight, bias = (torch.randn(n_cols, generator=generator).to(device, dtype) for _ in range(2))
+        x, grad_y = (torch.randn(n_rows, n_cols, generator=generator, device=device).to(dtype) for _ in range(2))
+        weight, bias = (torch.randn(n_cols, generator=generator, device=device).to(dtype) for _ in range(2))
         leaves = tuple(leaf.requires_grad_() for leaf in (x, weight, bias))
 
         def eager(x, weight, bias):

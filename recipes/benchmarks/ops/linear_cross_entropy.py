@@ -11,11 +11,11 @@ EPSILON, PAD = 0.1, 1
 
 def cases(device, dtype):
     """Projection, loss and the gradients of both factors. Bound by arithmetic, so no bytes are given."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
     for n_tokens, n_cols, n_classes in ((1024, 256, 8_000), (1024, 512, 32_000)):
-        x = torch.randn(n_tokens, n_cols, generator=generator).to(device, dtype)
-        weight = (torch.randn(n_classes, n_cols, generator=generator) * n_cols**-0.5).to(device, dtype)
-        target = torch.randint(4, n_classes, (n_tokens,), generator=generator).to(device)
+        x = torch.randn(n_tokens, n_cols, generator=generator, device=device).to(dtype)
+        weight = (torch.randn(n_classes, n_cols, generator=generator, device=device) * n_cols**-0.5).to(dtype)
+        target = torch.randint(4, n_classes, (n_tokens,), generator=generator, device=device)
 
         def eager(x, weight, target=target):
             lprobs = utils.log_softmax(F.linear(x, weight), dim=-1)

@@ -9,14 +9,15 @@ P, EPS = 0.1, 1e-5
 
 def cases(device, dtype):
     """Post-norm, where only y is used, and pre-norm, where the sum goes on as the next residual."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
     seed = torch.tensor([5])
-    for i, (n_rows, n_cols) in enumerate(shapes_for(device, ((32, 512), (1024, 512), (1024, 1024), (1024, 512)))):
-        pre_norm = i == 3
+    shapes = [(False, shape) for shape in shapes_for(device, ((32, 512), (1024, 512), (1024, 1024)))]
+    shapes += [(True, shape) for shape in shapes_for(device, ((1024, 512),))]
+    for pre_norm, (n_rows, n_cols) in shapes:
         x, residual, grad_sum, grad_y = (
-            torch.randn(n_rows, n_cols, generator=generator).to(device, dtype) for _ in range(4)
+            torch.randn(n_rows, n_cols, generator=generator, device=device).to(dtype) for _ in range(4)
         )
-        weight, norm_bias = (torch.randn(n_cols, generator=generator).to(device, dtype) for _ in range(2))
+        weight, norm_bias = (torch.randn(n_cols, generator=generator, device=device).to(dtype) for _ in range(2))
         bias = torch.zeros(n_cols, device=device, dtype=dtype)  # what bias_of_product has added
 
         def eager(x, bias, residual, weight, norm_bias, pre_norm=pre_norm):
