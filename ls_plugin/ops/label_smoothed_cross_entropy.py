@@ -2,9 +2,9 @@
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ls_plugin import _library, reference
+from ls_plugin.ops.autograd import differentiable_once
 from ls_plugin.ops.checks import check, check_vocabulary
 
 _OP = "label_smoothed_cross_entropy"
@@ -80,7 +80,7 @@ class _LabelSmoothedCrossEntropy(torch.autograd.Function):
         return loss, nll
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once(_OP)
     def backward(ctx, grad_loss, _grad_nll):
         if grad_loss is None:
             return None, None, None, None, None, None

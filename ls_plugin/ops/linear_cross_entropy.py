@@ -6,9 +6,9 @@ goes through projection, loss and both products of the backward while its logits
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ls_plugin import _library, reference
+from ls_plugin.ops.autograd import differentiable_once
 from ls_plugin.ops.checks import check, check_vocabulary, to_common_dtype
 
 _OP = "linear_cross_entropy"
@@ -89,7 +89,7 @@ class _Sum(torch.autograd.Function):
         return loss, nll
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once(_OP)
     def backward(ctx, grad_loss, _grad_nll):
         if ctx.grads is None:
             raise RuntimeError(
@@ -120,7 +120,7 @@ class _PerToken(torch.autograd.Function):
         return loss, nll
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once(_OP)
     def backward(ctx, grad_loss, _grad_nll):
         x, weight, target = ctx.saved_tensors
         _, _, *grads = _library.kernels().linear_cross_entropy_forward.default(

@@ -262,7 +262,7 @@ def test_double_backward_is_refused(backend):
     scores, _, grad_probs = sample_inputs((2, 2, 5, 30), backend.device, torch.float32)
     scores.requires_grad_()
     (grad,) = torch.autograd.grad(ops.attention_softmax(scores, p=0.1), scores, grad_probs, create_graph=True)
-    with pytest.raises(RuntimeError, match=r"once_differentiable|does not require grad"):
+    with pytest.raises(RuntimeError, match="differentiable once"):
         grad.square().sum().backward()
 
 

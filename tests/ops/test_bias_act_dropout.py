@@ -250,7 +250,7 @@ def test_double_backward_is_refused(backend, activation):
     grad_y.requires_grad_()
     y = ops.bias_act_dropout(x.requires_grad_(), None, activation, 0.5)
     (grad,) = torch.autograd.grad(y, x, grad_y, create_graph=True)
-    with pytest.raises(RuntimeError, match=r"once_differentiable|does not require grad"):
+    with pytest.raises(RuntimeError, match="differentiable once"):
         grad.square().sum().backward()
 
 

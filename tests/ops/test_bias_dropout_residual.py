@@ -195,7 +195,7 @@ def test_double_backward_is_refused(backend):
     grad_y.requires_grad_()
     y = ops.bias_dropout_residual(x.requires_grad_(), None, None, 0.5)
     (grad,) = torch.autograd.grad(y, x, grad_y, create_graph=True)
-    with pytest.raises(RuntimeError, match=r"once_differentiable|does not require grad"):
+    with pytest.raises(RuntimeError, match="differentiable once"):
         grad.square().sum().backward()
 
 

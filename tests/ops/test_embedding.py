@@ -291,7 +291,7 @@ def test_double_backward_is_refused(backend):
     grad_y.requires_grad_()
     y = ops.embedding(tokens, weight.requires_grad_(), None, PAD, 1.0, 0.5)
     (grad,) = torch.autograd.grad(y, weight, grad_y, create_graph=True)
-    with pytest.raises(RuntimeError, match=r"once_differentiable|does not require grad"):
+    with pytest.raises(RuntimeError, match="differentiable once"):
         grad.square().sum().backward()
 
 

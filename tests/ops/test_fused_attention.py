@@ -315,7 +315,7 @@ def test_evaluation_does_not_drop(backend):
 def test_double_backward_is_refused(backend):
     q, k, v, grad_out, _ = sample_inputs((2, 2, 5, 30, 8), backend.device, torch.float32)
     (grad,) = torch.autograd.grad(ops.fused_attention(q.requires_grad_(), k, v, p=0.1), q, grad_out, create_graph=True)
-    with pytest.raises(RuntimeError, match=r"once_differentiable|does not require grad"):
+    with pytest.raises(RuntimeError, match="differentiable once"):
         grad.square().sum().backward()
 
 

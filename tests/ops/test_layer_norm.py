@@ -126,7 +126,7 @@ def test_double_backward_is_refused(backend):
     x, weight, bias, grad_y = sample_inputs((3, 40), backend.device, torch.float32)
     x.requires_grad_()
     (grad,) = torch.autograd.grad(ops.layer_norm(x, weight, bias), x, grad_y, create_graph=True)
-    with pytest.raises(RuntimeError, match=r"once_differentiable|does not require grad"):
+    with pytest.raises(RuntimeError, match="differentiable once"):
         grad.square().sum().backward()
 
 

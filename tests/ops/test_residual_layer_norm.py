@@ -209,7 +209,7 @@ def test_double_backward_is_refused(backend):
     x.requires_grad_()
     _, y = ops.residual_layer_norm(x, bias, residual, weight, norm_bias, 0.5)
     (grad,) = torch.autograd.grad(y, x, grad_y, create_graph=True)
-    with pytest.raises(RuntimeError, match=r"once_differentiable|does not require grad"):
+    with pytest.raises(RuntimeError, match="differentiable once"):
         grad.square().sum().backward()
 
 
