@@ -72,8 +72,9 @@ class DifferentiableOp:
             def backward(ctx, *grads):
                 if torch.is_grad_enabled():
                     return refused_if_used(ctx, *grads)
+                unpacked = _Unpacked(ctx)
                 with below_autograd():
-                    return backward(ctx, *grads)
+                    return backward(unpacked, *grads)
 
         self._name, self._call, self._function = name, call, Function
 
@@ -101,6 +102,18 @@ class DifferentiableOp:
         forward, backward = f"{namespace}::{self.stem}_forward", f"{namespace}::{self.stem}_backward"
         torch.library.register_autograd(forward, self.backward, setup_context=self.setup_context)
         torch.library.register_autograd(backward, refuse_double_backward(self.stem))
+
+
+class _Unpacked:
+    """A ctx whose saved tensors are there already: activation checkpointing computes them anew, which takes autograd."""
+
+    __slots__ = ("_ctx", "saved_tensors")
+
+    def __init__(self, ctx):
+        self._ctx, self.saved_tensors = ctx, ctx.saved_tensors
+
+    def __getattr__(self, name: str):
+        return getattr(self._ctx, name)
 
 
 def _has_tangent(args: tuple) -> bool:
