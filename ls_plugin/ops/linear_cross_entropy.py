@@ -123,9 +123,16 @@ class _PerToken(torch.autograd.Function):
     @differentiable_once(_OP)
     def backward(ctx, grad_loss, _grad_nll):
         x, weight, target = ctx.saved_tensors
+        # fp16 logits hold their gradients times _FP16_GRAD_SCALE: a loss scale on top of that, they do not hold.
+        largest = None
+        if x.dtype == torch.float16 and grad_loss.numel() > 0:
+            largest = grad_loss.abs().amax().clamp(min=torch.finfo(torch.float32).tiny)
+            grad_loss = grad_loss / largest
         _, _, *grads = _library.kernels().linear_cross_entropy_forward.default(
             x, weight, target, grad_loss.contiguous(), *ctx.options
         )
+        if largest is not None:
+            grads = [g.mul_(largest) for g in grads]
         needed = ctx.options[2:]
         return (
             *(g.to(x.dtype) if is_needed else None for g, is_needed in zip(grads, needed, strict=True)),

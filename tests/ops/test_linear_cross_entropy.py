@@ -148,6 +148,17 @@ def test_fp16_neither_overflows_nor_vanishes(backend, small_blocks):
         torch.testing.assert_close(a.cpu().double(), e, rtol=3e-3, atol=3e-3 * e.abs().max().item())
 
 
+@pytest.mark.parametrize("loss_scale", [0.0, 2.0**-20, 1.0, 2.0**12])
+def test_fp16_gradients_of_single_tokens_take_any_loss_scale(backend, small_blocks, loss_scale):
+    x, weight, target = sample_inputs((37, 8, 100), backend.device, torch.float16)
+    grad_loss = torch.full((37,), loss_scale) * torch.linspace(0.5, 1, 37)
+    options = (EPSILON, PAD, "none")
+    actual = run(lambda a, b: ops.linear_cross_entropy(a, b, target, *options), x, weight, grad_loss.to(x.device))
+    exact = run(lambda a, b: torch_loss(a, b, target.cpu(), "none"), x.cpu().double(), weight.cpu().double(), grad_loss)
+    for a, e in zip(actual[2:], exact[2:], strict=True):
+        torch.testing.assert_close(a.cpu().double(), e, rtol=3e-3, atol=3e-3 * e.abs().max().item() + 1e-7)
+
+
 def test_second_backward_is_refused():
     x, weight, target = sample_inputs((12, 8, 20), "cpu", torch.float32)
     loss, _ = ops.linear_cross_entropy(x.requires_grad_(), weight, target, EPSILON, PAD)
