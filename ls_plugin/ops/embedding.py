@@ -64,6 +64,9 @@ def embedding(
         _check(tokens, weight, positions, padding_idx)
         _check_values(tokens, weight.shape[0], positions, padding_idx)
         return reference.embedding(tokens, weight, positions, padding_idx, scale, p, seed, offset)
+    _check_padding_idx(
+        padding_idx, weight.shape[0]
+    )  # the kernels' own word for None is -1, which nn.Embedding takes for V - 1
     positions = positions if positions is None else positions.contiguous()
     return _forward(tokens.contiguous(), weight.contiguous(), positions, padding_idx, scale, p, seed, offset)
 
@@ -77,9 +80,13 @@ def _check(tokens, weight, positions, padding_idx):
     )
     check(tokens.dim() == 2, lambda: f"{_OP}: tokens must have shape (B, T), got {tuple(tokens.shape)}")
     check(tokens.dtype == torch.int64, lambda: f"{_OP}: tokens must be Long, got {tokens.dtype}")
+    _check_padding_idx(padding_idx, embeddings)
+
+
+def _check_padding_idx(padding_idx, n_embeddings):
     check(
-        padding_idx is None or 0 <= padding_idx < embeddings,
-        lambda: f"{_OP}: padding_idx must lie in [0, V) = [0, {embeddings}) or be None, got {padding_idx}",
+        padding_idx is None or 0 <= padding_idx < n_embeddings,
+        lambda: f"{_OP}: padding_idx must lie in [0, V) = [0, {n_embeddings}) or be None, got {padding_idx}",
     )
 
 

@@ -307,8 +307,11 @@ def test_errors_name_what_was_expected(backend, dtype):
         ops.embedding(tokens, weight[0])
     with pytest.raises(RuntimeError, match=r"positions must have shape \(n_positions, C\) = \(\*, 8\), got \(9, 7\)"):
         ops.embedding(tokens, weight, positions[:, :7])
-    with pytest.raises(RuntimeError, match=r"padding_idx must lie in \[0, V\) = \[0, 7\) or be None, got 7"):
-        ops.embedding(tokens, weight, positions, 7)
+    for outside in (-1, 7):
+        with pytest.raises(
+            RuntimeError, match=rf"padding_idx must lie in \[0, V\) = \[0, 7\) or be None, got {outside}"
+        ):
+            ops.embedding(tokens, weight, positions, outside)
     with pytest.raises(ValueError, match=r"p must lie in \[0, 1\], got 1.5"):
         ops.embedding(tokens, weight, p=1.5)
 
