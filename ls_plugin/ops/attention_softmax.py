@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ls_plugin import _library, reference
 from ls_plugin.ops.autograd import DifferentiableOp
-from ls_plugin.ops.checks import check
+from ls_plugin.ops.checks import check, expand_bias
 from ls_plugin.ops.rng import draw_seed, rank_offset
 
 _OP = "attention_softmax"
@@ -45,7 +45,7 @@ def attention_softmax(
             f"{_OP}: scale must not be 0 where bias requires a gradient, which is the scores' gradient / scale"
         )
     p = p if training else 0.0
-    bias = None if bias is None else _expand_bias(bias, scores)
+    bias = None if bias is None else expand_bias(_OP, bias, scores.shape, scores.dtype)
     seed = draw_seed(scores.device) if p > 0.0 else None
     offset = rank_offset()
     if not _library.has_kernel(scores):
@@ -55,24 +55,6 @@ def attention_softmax(
     needs_grad = scores.requires_grad or (bias is not None and bias.requires_grad)
     needs_lse = p > 0.0 and needs_grad and torch.is_grad_enabled()
     return _forward(scores.contiguous(), key_padding_mask, bias, causal, scale, p, seed, offset, needs_lse)[0]
-
-
-def _expand_bias(bias, scores):
-    """A view of scores' shape and dtype with stride 1 over the keys. Autograd sums its gradient to bias' own shape."""
-    target = tuple(scores.shape)
-    fits = bias.dim() <= len(target) and all(
-        size in (1, full) for size, full in zip(reversed(bias.shape), reversed(target), strict=False)
-    )
-    if not (fits and bias.is_floating_point()):
-        raise RuntimeError(
-            f"{_OP}: bias must be floating and broadcastable to {target}, got {tuple(bias.shape)} of {bias.dtype}"
-        )
-    bias = bias.to(scores.dtype)
-    if bias.dim() == 0 or bias.shape[-1] != target[-1]:
-        bias = bias.expand(*bias.shape[:-1], target[-1])
-    if bias.stride(-1) != 1:
-        bias = bias.contiguous()
-    return bias.expand(target)
 
 
 def _check(op, name, scores, key_padding_mask, bias):

@@ -60,6 +60,27 @@ def to_common_dtype(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     return tuple(None if t is None else t.to(dtype) for t in tensors)
 
 
+def expand_bias(op: str, bias: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """The bias of attention scores as a view of their shape (B, H, T, S) and dtype with stride 1 over the keys. Autograd sums its gradient
+    to bias' own shape."""
+    shape = tuple(shape)
+    fits = bias.dim() <= len(shape) and all(
+        size in (1, full) for size, full in zip(reversed(bias.shape), reversed(shape), strict=False)
+    )
+    if not (fits and bias.is_floating_point()):
+        raise RuntimeError(
+            f"{op}: bias must be floating and broadcastable to {shape}, got {tuple(bias.shape)} of {bias.dtype}"
+        )
+    bias = bias.to(dtype)
+    if bias.dim() == 0 or bias.shape[-1] != shape[-1]:
+        bias = bias.expand(*bias.shape[:-1], shape[-1])
+    if bias.stride(-1) != 1:
+        bias = bias.clone(
+            memory_format=torch.contiguous_format
+        )  # contiguous() leaves an empty tensor's strides as they are
+    return bias.expand(shape)
+
+
 def refuse_double_backward(op: str) -> Callable:
     """An autograd formula that says that ``op`` cannot be differentiated, where silence would give wrong second derivatives."""
 

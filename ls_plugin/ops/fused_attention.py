@@ -7,7 +7,7 @@ from torch import Tensor
 from ls_plugin import _library, reference
 from ls_plugin.ops.attention_softmax import attention_softmax
 from ls_plugin.ops.autograd import DifferentiableOp
-from ls_plugin.ops.checks import to_common_dtype
+from ls_plugin.ops.checks import expand_bias, to_common_dtype
 from ls_plugin.ops.rng import draw_seed, rank_offset
 
 _OP = "fused_attention"
@@ -66,8 +66,8 @@ def fused_attention(
         )
     p = p if training else 0.0
     q, k, v = to_common_dtype(q, k, v)
-    bias = None if bias is None else _expand_bias(bias, q, k)
-    _check(q, k, v, key_padding_mask, bias)
+    _check(q, k, v, key_padding_mask)
+    bias = None if bias is None else expand_bias(_OP, bias, (*q.shape[:3], k.shape[2]), q.dtype)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if not _library.has_kernel(q):
         seed = draw_seed(q.device) if p > 0.0 else None
@@ -153,27 +153,7 @@ def _require(condition, message):
         raise RuntimeError(message())
 
 
-def _expand_bias(bias, q, k):
-    """A view (B, H, T, S) in q's dtype with stride 1 over the keys."""
-    target = (*q.shape[:3], k.shape[2])
-    fits = bias.dim() <= len(target) and all(
-        size in (1, full) for size, full in zip(reversed(bias.shape), reversed(target), strict=False)
-    )
-    _require(
-        bias.is_floating_point() and fits,
-        lambda: (
-            f"{_OP}: bias must be floating and broadcastable to (B, H, T, S) = {target}, got {tuple(bias.shape)} of {bias.dtype}"
-        ),
-    )
-    bias = bias.to(q.dtype)
-    if bias.dim() == 0 or bias.shape[-1] != target[-1]:
-        bias = bias.expand(*bias.shape[:-1], target[-1])
-    if bias.stride(-1) != 1:
-        bias = bias.contiguous()
-    return bias.expand(target)
-
-
-def _check(q, k, v, key_padding_mask, bias):
+def _check(q, k, v, key_padding_mask):
     _require(q.dim() == 4, lambda: f"{_OP}: q must have shape (B, H, T, D), got {tuple(q.shape)}")
     _require(k.dim() == 4, lambda: f"{_OP}: k must have shape (B, H, S, D), got {tuple(k.shape)}")
     expected = (*q.shape[:2], k.shape[2], q.shape[3])
@@ -206,12 +186,12 @@ def _new_in_order_of(t):
 
 
 def _forward_fake(q, k, v, key_padding_mask, bias, causal, scale, p, seed, offset):
-    _check(q, k, v, key_padding_mask, bias)
+    _check(q, k, v, key_padding_mask)
     return _new_in_order_of(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 def _backward_fake(grad_out, q, k, v, lse, key_padding_mask, bias, causal, scale, p, seed, offset):
-    _check(q, k, v, key_padding_mask, bias)
+    _check(q, k, v, key_padding_mask)
     return _new_in_order_of(q), _new_in_order_of(k), _new_in_order_of(v)
 
 

@@ -312,6 +312,16 @@ def test_evaluation_does_not_drop(backend):
     torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v))
 
 
+@pytest.mark.parametrize("shape", [(2, 2, 0, 30, 8), (2, 2, 5, 0, 8)])
+def test_bias_of_one_column_without_queries_or_keys(backend, shape):
+    q, k, v, _, _ = sample_inputs(shape, backend.device, torch.float32)
+    bias = torch.ones(shape[2], 1, device=backend.device)
+    out = ops.fused_attention(q, k, v, bias=bias)
+    assert out.shape == q.shape and (out == 0).all()
+    scores = q @ k.transpose(-1, -2)
+    assert ops.attention_softmax(scores, bias=bias).shape == scores.shape
+
+
 def test_double_backward_is_refused(backend):
     q, k, v, grad_out, _ = sample_inputs((2, 2, 5, 30, 8), backend.device, torch.float32)
     (grad,) = torch.autograd.grad(ops.fused_attention(q.requires_grad_(), k, v, p=0.1), q, grad_out, create_graph=True)
@@ -324,6 +334,7 @@ def test_errors_name_what_was_expected(backend):
     padding = torch.zeros(2, 8, dtype=torch.bool, device=backend.device)
     for arguments, error, message in (
         ((q[0], k, v), RuntimeError, r"fused_attention: q must have shape \(B, H, T, D\), got \(3, 4, 16\)"),
+        ((q[0], k, v, None, q.new_zeros(8)), RuntimeError, r"q must have shape \(B, H, T, D\), got \(3, 4, 16\)"),
         ((q, k[..., :8], v), RuntimeError, r"k must have shape \(2, 3, 8, 16\), got \(2, 3, 8, 8\)"),
         ((q, k, v[:, :, :7]), RuntimeError, r"v must have shape \(2, 3, 8, 16\), got \(2, 3, 7, 16\)"),
         (
