@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ls_plugin import _library, reference
 from ls_plugin.ops.autograd import DifferentiableOp
-from ls_plugin.ops.checks import check, expand_bias
+from ls_plugin.ops.checks import check, check_floating, expand_bias
 from ls_plugin.ops.rng import draw_seed, rank_offset
 
 _OP = "attention_softmax"
@@ -59,6 +59,7 @@ def attention_softmax(
 
 def _check(op, name, scores, key_padding_mask, bias):
     check(scores.dim() == 4, lambda: f"{op}: {name} must have shape (B, H, T, S), got {tuple(scores.shape)}")
+    check_floating(op, name, scores)
     mask_shape = (scores.shape[0], scores.shape[3])
     check(
         key_padding_mask is None or key_padding_mask.shape == mask_shape,

@@ -32,6 +32,11 @@ def check_same_shape(op: str, name: str, t: Tensor | None, x_name: str, x: Tenso
 def check_matrix(op: str, name: str, x: Tensor) -> None:
     """``x`` is (..., C)."""
     check(x.dim() >= 1, lambda: f"{op}: {name} must have at least one dimension, (..., C), got a scalar")
+    check_floating(op, name, x)
+
+
+def check_floating(op: str, name: str, x: Tensor) -> None:
+    check(x.is_floating_point(), lambda: f"{op}: {name} must be floating, got {x.dtype}")
 
 
 def check_vocabulary(op: str, target: Tensor, n_classes: int, ignore_index: int) -> None:

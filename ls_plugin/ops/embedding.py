@@ -6,7 +6,7 @@ from torch import Tensor
 from ls_plugin import _library, reference
 from ls_plugin.ops.autograd import DifferentiableOp
 from ls_plugin.ops.bias_dropout_residual import bias_dropout_residual
-from ls_plugin.ops.checks import check, to_common_dtype
+from ls_plugin.ops.checks import check, check_floating, to_common_dtype
 from ls_plugin.ops.layer_norm import layer_norm as apply_layer_norm
 from ls_plugin.ops.rng import draw_seed, rank_offset
 
@@ -73,6 +73,7 @@ def embedding(
 
 def _check(tokens, weight, positions, padding_idx):
     check(weight.dim() == 2, lambda: f"{_OP}: weight must have shape (V, C), got {tuple(weight.shape)}")
+    check_floating(_OP, "weight", weight)
     embeddings, columns = weight.shape
     check(
         positions is None or (positions.dim() == 2 and positions.shape[1] == columns),

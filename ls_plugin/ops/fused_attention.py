@@ -156,6 +156,7 @@ def _require(condition, message):
 def _check(q, k, v, key_padding_mask):
     _require(q.dim() == 4, lambda: f"{_OP}: q must have shape (B, H, T, D), got {tuple(q.shape)}")
     _require(k.dim() == 4, lambda: f"{_OP}: k must have shape (B, H, S, D), got {tuple(k.shape)}")
+    _require(q.is_floating_point(), lambda: f"{_OP}: q must be floating, got {q.dtype}")
     expected = (*q.shape[:2], k.shape[2], q.shape[3])
     for name, t in (("k", k), ("v", v)):
         _require(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ls_plugin import _library, reference
 from ls_plugin.ops.autograd import differentiable_once
-from ls_plugin.ops.checks import check, check_vocabulary, to_common_dtype
+from ls_plugin.ops.checks import check, check_floating, check_vocabulary, to_common_dtype
 
 _OP = "linear_cross_entropy"
 
@@ -214,6 +214,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, grad_scale: float, is_firs
 
 def _check(x, weight, target):
     check(x.dim() == 2, lambda: f"{_OP}: x must have shape (N, C), got {tuple(x.shape)}")
+    check_floating(_OP, "x", x)
     rows, columns = x.shape
     check(
         weight.dim() == 2 and weight.shape[1] == columns,

@@ -269,6 +269,8 @@ def test_double_backward_is_refused(backend):
 def test_errors_name_what_was_expected(backend):
     scores = torch.randn(2, 3, 4, 8, device=backend.device)
     padding = torch.zeros(2, 8, dtype=torch.bool, device=backend.device)
+    with pytest.raises(RuntimeError, match=r"attention_softmax: scores must be floating, got torch.int64"):
+        ops.attention_softmax(scores.long())
     with pytest.raises(RuntimeError, match=r"attention_softmax: scores must have shape \(B, H, T, S\), got \(4, 8\)"):
         ops.attention_softmax(scores[0, 0])
     with pytest.raises(RuntimeError, match=r"key_padding_mask must have shape \(B, S\) = \(2, 8\), got \(2, 7\)"):

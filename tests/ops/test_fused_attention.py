@@ -335,6 +335,7 @@ def test_errors_name_what_was_expected(backend):
     for arguments, error, message in (
         ((q[0], k, v), RuntimeError, r"fused_attention: q must have shape \(B, H, T, D\), got \(3, 4, 16\)"),
         ((q[0], k, v, None, q.new_zeros(8)), RuntimeError, r"q must have shape \(B, H, T, D\), got \(3, 4, 16\)"),
+        ((q.long(), k.long(), v.long()), RuntimeError, "fused_attention: q must be floating, got torch.int64"),
         ((q, k[..., :8], v), RuntimeError, r"k must have shape \(2, 3, 8, 16\), got \(2, 3, 8, 8\)"),
         ((q, k, v[:, :, :7]), RuntimeError, r"v must have shape \(2, 3, 8, 16\), got \(2, 3, 7, 16\)"),
         (

@@ -132,6 +132,8 @@ def test_double_backward_is_refused(backend):
 
 def test_errors_name_what_was_expected(backend):
     x = torch.randn(2, 8, device=backend.device)
+    with pytest.raises(RuntimeError, match=r"layer_norm: x must be floating, got torch.int64"):
+        ops.layer_norm(x.long(), None, None)
     with pytest.raises(RuntimeError, match=r"layer_norm: weight must have shape \(C,\) = \(8,\), got \(7,\)"):
         ops.layer_norm(x, x.new_ones(7), x.new_zeros(8))
     with pytest.raises(RuntimeError, match="layer_norm: x must have at least one dimension"):
