@@ -27,6 +27,7 @@ def grad_norm(
     Returns:
         norm: fp32 (), of the scaled gradients before clipping.  coefficient: fp32 (), scale times the clip coefficient, the
         ``grad_scale`` of :func:`ls_plugin.ops.adam_step`.  overflow: bool (), norm is inf or NaN, its ``overflow``.
+        The squares being fp32, elements beyond 1.8e19 overflow as well, and those below 1e-23 count as 0.
     Raises:
         ValueError: no gradients.  RuntimeError: a dtype, layout or device does not fit.
     """

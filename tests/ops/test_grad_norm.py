@@ -157,3 +157,9 @@ def test_opcheck():
         torch.ops.ls.grad_norm.default, ([torch.ones(5), torch.ones(3).half()], torch.tensor(2.0), 1.0)
     )
     torch.library.opcheck(torch.ops.ls.grad_norm.default, ([torch.ones(5)], None, 0.0))
+
+
+@pytest.mark.parametrize(("size", "expected"), [(1e19, 1e19 * 3**0.5), (1e20, float("inf")), (1e-24, 0.0)])
+def test_range_of_the_squares(backend, size, expected):
+    norm, _, overflow = ops.grad_norm([torch.full((3,), size, device=backend.device)])
+    assert norm.item() == pytest.approx(expected) and overflow.item() == (expected == float("inf"))
