@@ -55,8 +55,8 @@ fi
 test_file() {
   local name left=$(($1 - SECONDS))
   name=$(basename "$2" .py)
-  [ "$left" -gt 0 ] || return 124
-  timeout --signal=INT --kill-after=10 "$left" "$PYTHON" -m pytest "$2" -q -p tests.gpu.poison "${tests[@]}" \
+  [ "$left" -gt 0 ] || { echo "not started: no time left" >"$OUT/tests_$name.log"; return 124; }
+  OMP_NUM_THREADS=${OMP_NUM_THREADS:-4} timeout --signal=INT --kill-after=10 "$left" "$PYTHON" -m pytest "$2" -q -p tests.gpu.poison "${tests[@]}" \
     --junitxml "$OUT/tests_$name.xml" >"$OUT/tests_$name.log" 2>&1
   local status=$?
   [ "$status" != 5 ] || status=0  # none of its tests is for a GPU
