@@ -8,8 +8,8 @@
 // All outputs are overwritten (=). Both sums of the backward travel in one reduction.
 //
 // Rows of up to kMaxTeamColumns: a team of lanes, mostly a warp, owns a row and keeps it in registers; x, and in the
-// backward grad_y, are read once, and there is no barrier. The row being in registers, the variance is the exact two-pass
-// one: a second reduction by shuffles, no second read. In the backward each lane keeps the gamma and beta sums of its columns
+// backward grad_y, are read once, and there is no barrier. The row being in registers, the statistics are the exact two-pass
+// ones: a second reduction by shuffles, no second read. In the backward each lane keeps the gamma and beta sums of its columns
 // over all the rows of its block's chunk, so that stage 1 of the column sums costs no traffic but its partials.
 // Longer rows: a block owns a row and makes one pass for the statistics (Welford) or the two sums, then reads the row again,
 // by now in L1 or L2 (a row of 8,192 columns in 16 bits is 16 KB); the column sums are a kernel of their own.

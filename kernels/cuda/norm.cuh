@@ -73,23 +73,28 @@ __device__ __forceinline__ void normalize_rows_in_registers(const LayerNormForwa
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) sum += static_cast<float>(x[r][k].elem[j]);
   }
-  const float mean = team_sum<kLanes>(sum) / a.n_cols;
-
-  float m2 = 0.0f;
+  // Deviations from `from`, summed as they are or squared.
+  const auto sum_of_deviations = [&](float from, bool squared) {
+    float sum_of = 0.0f;
 #pragma unroll
-  for (int r = 0; r < kRuns; ++r) {
+    for (int r = 0; r < kRuns; ++r) {
 #pragma unroll
-    for (int k = 0; k < kAccesses; ++k) {
-      if ((r * kLanes + lane) * kRun + k * kWidth < a.n_cols) {
+      for (int k = 0; k < kAccesses; ++k) {
+        if ((r * kLanes + lane) * kRun + k * kWidth < a.n_cols) {
 #pragma unroll
-        for (int j = 0; j < kWidth; ++j) {
-          const float deviation = static_cast<float>(x[r][k].elem[j]) - mean;
-          m2 += deviation * deviation;
+          for (int j = 0; j < kWidth; ++j) {
+            const float deviation = static_cast<float>(x[r][k].elem[j]) - from;
+            sum_of += squared ? deviation * deviation : deviation;
+          }
         }
       }
     }
-  }
-  const float rstd = rsqrtf(team_sum<kLanes>(m2) / a.n_cols + a.eps);
+    return team_sum<kLanes>(sum_of);
+  };
+  // Where the mean is large against the deviation, the sum has rounded off a step or two of it, which the deviations still know.
+  float mean = team_sum<kLanes>(sum) / a.n_cols;
+  mean += sum_of_deviations(mean, false) / a.n_cols;
+  const float rstd = rsqrtf(sum_of_deviations(mean, true) / a.n_cols + a.eps);
 
   if (!valid) return;
   if (lane == 0) {
@@ -107,30 +112,54 @@ __device__ __forceinline__ void normalize_rows_in_registers(const LayerNormForwa
 }
 
 // The forward of a row by a block of kLongRowThreads. load_run(col, x) as above, for runs of kRun columns; it is called once per run. The
-// normalisation reads them from a.x, each element by the thread that loaded it.
+// normalisation reads them from a.x, each element by the thread that loaded it. Welford's statistics are those of x less a pivot, the mean
+// of the first run of each thread: a mean that is large against the deviation would be rounded at each step.
 template <typename scalar_t, int kWidth, int kRun, typename LoadRun>
 __device__ __forceinline__ void normalize_long_row(const LayerNormForward& a, int64_t row, LoadRun load_run) {
-  LS_SHARED(Welford, shared, kMaxWarps);
+  LS_SHARED(SumPair, shared_sums, kMaxWarps);
+  LS_SHARED(Welford, shared_stats, kMaxWarps);
   constexpr int kAccesses = kRun / kWidth;
-  Welford stats = {0.0f, 0.0f, 0.0f};
-  for (int64_t col = threadIdx.x * kRun; col < a.n_cols; col += kLongRowThreads * kRun) {
-    Vec<scalar_t, kWidth> x[kAccesses];
-    load_run(col, x);
+  Vec<scalar_t, kWidth> x[kAccesses];
+  const auto for_each_access = [&](int64_t col, auto body) {  // of the loaded run
 #pragma unroll
     for (int k = 0; k < kAccesses; ++k) {
       if (col + k * kWidth < a.n_cols) {
         float values[kWidth];
 #pragma unroll
         for (int j = 0; j < kWidth; ++j) values[j] = static_cast<float>(x[k].elem[j]);
-        stats = Welford::merge(stats, Welford::of(values));  // one division per vector
+        body(values);
       }
     }
+  };
+
+  int64_t col = threadIdx.x * kRun;
+  SumPair first_runs = {0.0f, 0.0f};  // sum, count
+  if (col < a.n_cols) {
+    load_run(col, x);
+    for_each_access(col, [&](const float (&values)[kWidth]) {
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) first_runs.first += values[j];
+      first_runs.second += kWidth;
+    });
   }
-  stats = block_reduce(stats, shared);
-  const float rstd = rsqrtf(stats.m2 / a.n_cols + a.eps);
+  first_runs = block_reduce(first_runs, shared_sums);
+  const float pivot = first_runs.first / first_runs.second;
+
+  Welford stats = {0.0f, 0.0f, 0.0f};
+  while (col < a.n_cols) {
+    for_each_access(col, [&](float (&values)[kWidth]) {
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) values[j] -= pivot;
+      stats = Welford::merge(stats, Welford::of(values));  // one division per vector
+    });
+    col += kLongRowThreads * kRun;
+    if (col < a.n_cols) load_run(col, x);
+  }
+  stats = block_reduce(stats, shared_stats);
+  const float mean = pivot + stats.mean, rstd = rsqrtf(stats.m2 / a.n_cols + a.eps);
 
   if (threadIdx.x == 0) {
-    a.mean[row] = stats.mean;
+    a.mean[row] = mean;
     a.rstd[row] = rstd;
   }
   const auto* x_row = static_cast<const scalar_t*>(a.x) + row * a.n_cols;
@@ -138,7 +167,7 @@ __device__ __forceinline__ void normalize_long_row(const LayerNormForward& a, in
 #pragma unroll
     for (int k = 0; k < kAccesses; ++k) {
       const int64_t col = first + k * kWidth;
-      if (col < a.n_cols) normalize(a, row, col, load_vec<kWidth>(x_row + col), stats.mean, rstd);
+      if (col < a.n_cols) normalize(a, row, col, load_vec<kWidth>(x_row + col), mean, rstd);
     }
   }
 }
