@@ -50,11 +50,18 @@ struct RowsById {
   }
 };
 
+// Vector stores in place of memset: for long fills glibc takes `rep stosb`, which on an EPYC goes past the cache (8 MB that lie in the
+// third-level cache: 0.53 ms against 0.21). Streaming stores are no better there, and worse on memory that the system has just
+// cleared, which tables of 32 MB and more are: 7.5 ms for 64 MB against 5.8.
 template <typename scalar_t>
 void fill_zeros(scalar_t* p, int64_t n_elem) {
-  constexpr int64_t kChunk = 65536;
-  for (int64_t i = 0; i < n_elem * int64_t(sizeof(scalar_t)); i += kChunk)
-    std::memset(reinterpret_cast<char*>(p) + i, 0, std::min<int64_t>(kChunk, n_elem * sizeof(scalar_t) - i));
+  volatile float source = 0.0f;  // a constant would make the compiler put memset in place of the loop
+  const vfloat zero = broadcast(source);
+  auto* bytes = reinterpret_cast<unsigned char*>(p);
+  const int64_t n_bytes = n_elem * static_cast<int64_t>(sizeof(scalar_t));
+  int64_t i = 0;
+  for (; i + static_cast<int64_t>(sizeof(zero)) <= n_bytes; i += sizeof(zero)) std::memcpy(bytes + i, &zero, sizeof(zero));
+  std::memset(bytes + i, 0, n_bytes - i);
 }
 
 // table[id] = scale * sum over the rows of that id of dropout(grad_y[row]), for every id in [0, n_ids).
