@@ -19,14 +19,14 @@ constexpr float kTwoSqrt2OverPi = 1.5957691216f, kCubic = 0.044715f;
 struct Logistic {
   vfloat e, inverse, value;
 };
-inline Logistic logistic_of_gelu_accurate(vfloat v) {
+LS_ALWAYS_INLINE Logistic logistic_of_gelu_accurate(vfloat v) {
   const vfloat u2 = v * (kTwoSqrt2OverPi + kTwoSqrt2OverPi * kCubic * (v * v));
   const vfloat e = exp_nonpositive(-vabs(u2)), inverse = 1.0f / (1.0f + e);
   return {e, inverse, u2 < 0.0f ? e * inverse : inverse};
 }
 
 template <Activation kActivation>
-inline vfloat activate(vfloat v) {
+LS_ALWAYS_INLINE vfloat activate(vfloat v) {
   // Comparisons are put so that NaN stays NaN.
   if constexpr (kActivation == Activation::kRelu) return v < 0.0f ? vfloat{} : v;
   if constexpr (kActivation == Activation::kReluSquared) return v < 0.0f ? vfloat{} : v * v;
@@ -37,7 +37,7 @@ inline vfloat activate(vfloat v) {
 
 // act'(v), for the activations that save their input.
 template <Activation kActivation>
-inline vfloat derivative(vfloat v) {
+LS_ALWAYS_INLINE vfloat derivative(vfloat v) {
   static_assert(!saves_output(kActivation));
   if constexpr (kActivation == Activation::kReluSquared) return v < 0.0f ? vfloat{} : v + v;
   if constexpr (kActivation == Activation::kGelu) {

@@ -54,13 +54,30 @@ inline vuint64 join(vuint64 low, vuint64 high) {
 #endif
 }
 
+// The keys of the ten rounds, as vectors: broadcast in each round they would cost a quarter of the time. A Dropout will do for one, where
+// keys are not made once for many calls.
+struct PhiloxKeys {
+  vuint64 key0[kPhiloxRounds], key1[kPhiloxRounds];
+  vuint64 offset_low, offset_high;
+
+  PhiloxKeys(const Dropout& dropout) {
+    uint32_t k0 = static_cast<uint32_t>(dropout.seed), k1 = static_cast<uint32_t>(dropout.seed >> 32);
+    for (int round = 0; round < kPhiloxRounds; ++round, k0 += kPhiloxW0, k1 += kPhiloxW1) {
+      key0[round] = uint64_t{k0} - vuint64{};
+      key1[round] = uint64_t{k1} - vuint64{};
+    }
+    offset_low = (dropout.offset & 0xFFFFFFFFu) - vuint64{};
+    offset_high = (dropout.offset >> 32) - vuint64{};
+  }
+};
+
 // Draws of the groups [first, first + n_groups), rounded up to kLanes of them, as the 16-bit integers of 8 consecutive elements each.
 //
 // A 64-bit lane holds one group and the low 32 bits count: the products are 64 bits wide, the multiplier ignores the upper half
-// of its factors, and what xor leaves there does no harm. So a round is 2 products, 2 shifts and 4 xors, with no blends. The round keys
-// are made once, as vectors in memory: broadcast in each round they cost a quarter of the time. Two vectors at a time, so that one
-// works while the other waits; with more, the registers run out. On an EPYC 0.41 ms per million elements and core.
-inline void philox_fill(const Dropout& dropout, uint64_t first, int64_t n_groups, uint16_t* out) {
+// of its factors, and what xor leaves there does no harm. So a round is 2 products, 2 shifts and 4 xors, with no blends. Two vectors
+// at a time, so that one works while the other waits; with more, the registers run out. On an EPYC 0.41 ms per million elements
+// and core.
+inline void philox_fill(const PhiloxKeys& keys, uint64_t first, int64_t n_groups, uint16_t* out) {
   constexpr int kQuarters = kLanes / 4;   // 128-bit quarters of a vector
   constexpr uint64_t kHalf = kLanes / 2;  // groups in one vector
   vuint64 order{};
@@ -68,27 +85,20 @@ inline void philox_fill(const Dropout& dropout, uint64_t first, int64_t n_groups
     order[2 * q] = q;  // the two stores below then come out in order
     order[2 * q + 1] = kQuarters + q;
   }
-  vuint64 key0[kPhiloxRounds], key1[kPhiloxRounds];
-  uint32_t k0 = static_cast<uint32_t>(dropout.seed), k1 = static_cast<uint32_t>(dropout.seed >> 32);
-  for (int round = 0; round < kPhiloxRounds; ++round, k0 += kPhiloxW0, k1 += kPhiloxW1) {
-    key0[round] = uint64_t{k0} - vuint64{};
-    key1[round] = uint64_t{k1} - vuint64{};
-  }
   const vuint64 m0 = uint64_t{kPhiloxM0} - vuint64{}, m1 = uint64_t{kPhiloxM1} - vuint64{};
-  const vuint64 offset_low = (dropout.offset & 0xFFFFFFFFu) - vuint64{}, offset_high = (dropout.offset >> 32) - vuint64{};
   for (int64_t g = 0; g < n_groups; g += kLanes) {
     vuint64 c0[2], c1[2], c2[2], c3[2];
     for (int h = 0; h < 2; ++h) {
       c0[h] = order + (first + g + h * kHalf);
       c1[h] = c0[h] >> 32;
-      c2[h] = offset_low;
-      c3[h] = offset_high;
+      c2[h] = keys.offset_low;
+      c3[h] = keys.offset_high;
     }
     for (int round = 0; round < kPhiloxRounds; ++round) {
       for (int h = 0; h < 2; ++h) {
         const vuint64 p0 = multiply_even(c0[h], m0), p1 = multiply_even(c2[h], m1);
-        c0[h] = (p1 >> 32) ^ (c1[h] ^ key0[round]);
-        c2[h] = (p0 >> 32) ^ (c3[h] ^ key1[round]);
+        c0[h] = (p1 >> 32) ^ (c1[h] ^ keys.key0[round]);
+        c2[h] = (p0 >> 32) ^ (c3[h] ^ keys.key1[round]);
         c1[h] = p1;
         c3[h] = p0;
       }
@@ -109,11 +119,14 @@ inline void for_each_dropout_segment(const Dropout& dropout, int64_t row_begin, 
     for (int64_t row = row_begin; row < row_end; ++row) body(row, int64_t{0}, n_cols, static_cast<const uint16_t*>(nullptr));
     return;
   }
-  constexpr int64_t kBufferGroups = 256;  // 4 KB of draws: they stay in the first-level cache beside the rows
+  // Few enough that the memory traffic of one segment is under way while the draws of the next are computed (256 groups: 0.90 ms per
+  // million fp32 elements of relu, 32: 0.72), and enough to be worth the segment's own cost.
+  constexpr int64_t kBufferGroups = 32;
   alignas(64) uint16_t draws[(kBufferGroups + kLanes) * kDropoutGroup];
+  const PhiloxKeys keys(dropout);
   const int64_t groups_per_row = dropout_groups_per_row(n_cols);
   const auto fill = [&](int64_t first_group, int64_t n_groups) {
-    philox_fill(dropout, static_cast<uint64_t>(first_group), n_groups, draws);
+    philox_fill(keys, static_cast<uint64_t>(first_group), n_groups, draws);
   };
   if (groups_per_row <= kBufferGroups) {
     const int64_t rows_per_fill = kBufferGroups / groups_per_row;

@@ -21,6 +21,10 @@
 #error "compile with -DLS_ISA=plain, avx2 or avx512"
 #endif
 
+// For functions of vectors that are more than a few instructions. Where gcc calls one, each vector goes through memory and every
+// constant is loaded anew: gelu took 2.2 ms per million elements instead of 1.5.
+#define LS_ALWAYS_INLINE __attribute__((always_inline)) inline
+
 namespace ls::cpu::LS_ISA {
 
 #if defined(__AVX512F__)
@@ -275,7 +279,7 @@ inline float reduce_max(vfloat v) {
 
 // exp(x) for x <= 0 (softmax after its maximum is taken off); below -87.3 it is 0. Error under 1.5 ulp: Cody-Waite reduction
 // to |r| <= ln(2) / 2 and a degree-5 polynomial of least relative error, 0.8 ulp. NaN stays NaN.
-inline vfloat exp_nonpositive(vfloat x) {
+LS_ALWAYS_INLINE vfloat exp_nonpositive(vfloat x) {
   const vint underflow = x < -87.33654f;
   const float kRound = 0x1.8p23f;  // adding it leaves round(x / ln 2) in the low bits
   const vfloat shifted = x * 1.44269504088896341f + kRound;
