@@ -55,7 +55,7 @@ def adam_step(
             torch.autograd.graph.increment_version(changed)
     buffers = (param, grad, exp_avg, exp_avg_sq, param_copy, param_low)
     if _library.has_kernel(param) and grad.dtype in _library.KERNEL_DTYPES:
-        _library.kernels().adam_step(
+        _library.kernels().adam_step.default(
             *buffers, grad_scale, overflow, lr, beta1, beta2, eps, weight_decay, step, zero_grad
         )
         return

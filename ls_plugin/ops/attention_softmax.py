@@ -102,7 +102,7 @@ def _backward(ctx, grad_probs, _grad_lse):
     grad_scores = grad_bias = None
     if grad_probs is not None:
         saved, lse, key_padding_mask, bias, seed = ctx.saved_tensors
-        grad_scores = _library.kernels().attention_softmax_backward(
+        grad_scores = _library.kernels().attention_softmax_backward.default(
             grad_probs.contiguous(), saved, lse, key_padding_mask, bias, ctx.causal, ctx.scale, ctx.p, seed, ctx.offset
         )
         if needs_bias_grad:

@@ -75,7 +75,7 @@ def _setup_context(ctx, inputs, output):
 def _backward(ctx, grad_y):
     saved, bias, seed = ctx.saved_tensors
     needs_x_grad, needs_bias_grad, *_ = ctx.needs_input_grad
-    grad_x, grad_bias = _library.kernels().bias_act_dropout_backward(
+    grad_x, grad_bias = _library.kernels().bias_act_dropout_backward.default(
         grad_y.contiguous(), saved, bias, ctx.activation, ctx.p, seed, ctx.offset, needs_bias_grad
     )
     return grad_x if needs_x_grad else None, grad_bias if needs_bias_grad else None, None, None, None, None

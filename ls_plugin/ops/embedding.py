@@ -149,7 +149,7 @@ def _setup_context(ctx, inputs, output):
 def _backward(ctx, grad_y):
     tokens, seed = ctx.saved_tensors
     _, needs_weight_grad, needs_positions_grad, *_ = ctx.needs_input_grad
-    grad_weight, grad_positions = _library.kernels().embedding_backward(
+    grad_weight, grad_positions = _library.kernels().embedding_backward.default(
         grad_y.contiguous(),
         tokens,
         ctx.padding_idx,

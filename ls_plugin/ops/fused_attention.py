@@ -210,7 +210,7 @@ def _backward(ctx, grad_out, _grad_lse):
         q, k, v, lse, key_padding_mask, bias, seed = ctx.saved_tensors
         if grad_out.stride(-1) != 1:  # as that of out.sum(): one element, repeated
             grad_out = grad_out.contiguous()
-        grads = _library.kernels().fused_attention_backward(
+        grads = _library.kernels().fused_attention_backward.default(
             grad_out, q, k, v, lse, key_padding_mask, bias, ctx.causal, ctx.scale, ctx.p, seed, ctx.offset
         )
     grads = (grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad[:3], strict=True))

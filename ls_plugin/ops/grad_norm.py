@@ -35,7 +35,7 @@ def grad_norm(
     if not grads:
         raise ValueError(f"{_OP}: grads must hold at least one tensor, got none")
     if all(_library.has_kernel(grad) for grad in grads):
-        return _library.kernels().grad_norm(grads, scale, max_norm)
+        return _library.kernels().grad_norm.default(grads, scale, max_norm)
     _check(grads, scale)
     return reference.grad_norm(grads, scale, max_norm)
 
