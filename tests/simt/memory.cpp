@@ -361,6 +361,10 @@ void memset_global(void* ptr, int value, size_t n_bytes) {
     }
   }
   std::memset(ptr, value, n_bytes);
+  for (Traffic* t : {&totals.global, &totals.regions["cudaMemsetAsync"]}) {
+    t->written += n_bytes;
+    t->cold_written += n_bytes;
+  }
 }
 
 }  // namespace detail

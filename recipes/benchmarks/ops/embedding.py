@@ -56,10 +56,11 @@ def cases(device, dtype):
             eager=eager,
             ls=ls,
             grad_outputs=(grad_y,),
-            forward_bytes=2 * grad_y.nbytes
-            + tokens.nbytes,  # reads a row of the table, writes y; positions stay in the cache
-            backward_bytes=grad_y.nbytes
-            + weight.nbytes
-            + tokens.nbytes,  # reads grad_y, writes every row of the gradient
+            # Reads the rows that occur, once, and the tokens; writes y.
+            forward_bytes=(tokens.unique().numel() + make_positions(tokens, PAD).unique().numel()) * n_cols * weight.itemsize
+            + grad_y.nbytes
+            + tokens.nbytes,
+            # Reads grad_y and the tokens, writes every row of the gradient.
+            backward_bytes=grad_y.nbytes + weight.nbytes + tokens.nbytes,
             kernels=(forward, backward),
         )
