@@ -113,6 +113,27 @@ struct Pair {
     return a.causal ? std::clamp<int64_t>(row + 1 + a.n_keys - a.n_rows - keys.begin, 0, keys.n) : keys.n;
   }
 
+  // The parts of the products that matter, of a block that begins at row `first` and sees n_keys: row i of it sees its first seen + i
+  // keys, so tiles beyond are zero.
+  int64_t seen(int64_t first) const {
+    return a.causal ? first + 1 + a.n_keys - a.n_rows - keys.begin : std::numeric_limits<int64_t>::max() / 2;
+  }
+  auto scores_range(int64_t first) const {  // rows x keys, over D
+    return [this, seen = seen(first)](int64_t i, int64_t rows, int64_t j) {
+      return Range{0, j < seen + i + rows - 1 ? a.head_dim : 0};
+    };
+  }
+  auto rows_range(int64_t first, int64_t n_keys) const {  // rows x D, over the keys
+    return [n_keys, seen = seen(first)](int64_t i, int64_t rows, int64_t) {
+      return Range{0, std::clamp<int64_t>(seen + i + rows - 1, 0, n_keys)};
+    };
+  }
+  auto keys_range(int64_t first, int64_t n_rows) const {  // keys x D, over the rows
+    return [n_rows, seen = seen(first)](int64_t i, int64_t, int64_t) {
+      return Range{std::clamp<int64_t>(i + 1 - seen, 0, n_rows), n_rows};
+    };
+  }
+
   // Adds the bias to a row of n scores and makes those of barred keys and of the last vector's idle lanes -inf.
   void finish_scores(float* score, int64_t n, int64_t row) const {
     if (a.bias != nullptr) {
@@ -212,13 +233,13 @@ void forward(const FusedAttentionForward& a) {
     for (int64_t index = pair_begin; index < pair_end; ++index) {
       const Pair<scalar_t> pair(a, index, barred);
       const int64_t b = pair.batch, h = pair.head, first_key = pair.keys.begin;
-      pack_transposed(at<const scalar_t>(a.k, a.k_strides, b, h, first_key), a.k_strides.row, pair.keys.n, a.head_dim,
-                      k_transposed);
+      pack_rows(at<const scalar_t>(a.k, a.k_strides, b, h, first_key), a.k_strides.row, pair.keys.n, a.head_dim, 1.0f, v);
+      transpose_panels(v, pair.keys.n, a.head_dim, k_transposed);
       pack_rows(at<const scalar_t>(a.v, a.v_strides, b, h, first_key), a.v_strides.row, pair.keys.n, a.head_dim, 1.0f, v);
       pair.for_each_block([&](int64_t first, int64_t n_rows, int64_t n_keys) {
         pack_rows(at<const scalar_t>(a.q, a.q_strides, b, h, first), a.q_strides.row, n_rows, a.head_dim, a.scale,
                   row_major(q, width));
-        multiply<false>(n_rows, n_keys, a.head_dim, q, width, k_transposed, scores, pitch, /*add=*/false);
+        multiply<false>(n_rows, n_keys, q, width, k_transposed, scores, pitch, /*add=*/false, pair.scores_range(first));
         for (int64_t i = 0; i < n_rows; ++i) {
           float* row = scores + i * pitch;
           const int64_t n = pair.n_visible(first + i), row_index = pair.row_index(first + i);
@@ -229,7 +250,7 @@ void forward(const FusedAttentionForward& a) {
           factor[i] = sum.sum == 0.0f ? 0.0f : a.dropout.scale / sum.sum;
           a.lse[row_index] = sum.sum == 0.0f ? kInfinity : sum.max + std::log(sum.sum);
         }
-        multiply<false>(n_rows, a.head_dim, n_keys, scores, pitch, v, out, width, /*add=*/false);
+        multiply<false>(n_rows, a.head_dim, scores, pitch, v, out, width, /*add=*/false, pair.rows_range(first, n_keys));
         write_rows(out, width, n_rows, a.head_dim, at<scalar_t>(a.out, a.out_strides, b, h, first), a.out_strides.row,
                    [&](int64_t i) { return factor[i]; });
       });
@@ -267,20 +288,26 @@ void backward(const FusedAttentionBackward& a) {
     for (int64_t index = pair_begin; index < pair_end; ++index) {
       const Pair<scalar_t> pair(a, index, barred);
       const int64_t b = pair.batch, h = pair.head, first_key = pair.keys.begin;
-      const auto* k_rows = at<const scalar_t>(a.k, a.k_strides, b, h, first_key);
-      pack_transposed(k_rows, a.k_strides.row, pair.keys.n, a.head_dim, k_transposed);
-      pack_rows(k_rows, a.k_strides.row, pair.keys.n, a.head_dim, 1.0f, k);
-      pack_transposed(at<const scalar_t>(a.v, a.v_strides, b, h, first_key), a.v_strides.row, pair.keys.n, a.head_dim,
-                      v_transposed);
-      std::fill(grad_k, grad_k + pair.keys.n * width, 0.0f);
-      std::fill(grad_v, grad_v + pair.keys.n * width, 0.0f);
+      pack_rows(at<const scalar_t>(a.v, a.v_strides, b, h, first_key), a.v_strides.row, pair.keys.n, a.head_dim, 1.0f, k);
+      transpose_panels(k, pair.keys.n, a.head_dim, v_transposed);
+      pack_rows(at<const scalar_t>(a.k, a.k_strides, b, h, first_key), a.k_strides.row, pair.keys.n, a.head_dim, 1.0f, k);
+      transpose_panels(k, pair.keys.n, a.head_dim, k_transposed);
+      int64_t n_begun = 0;  // keys whose gradients hold a sum; a later block of a causal matrix sees more
+      const auto begin_keys = [&](int64_t n) {
+        std::fill(grad_k + n_begun * width, grad_k + std::max(n, n_begun) * width, 0.0f);
+        std::fill(grad_v + n_begun * width, grad_v + std::max(n, n_begun) * width, 0.0f);
+        n_begun = std::max(n, n_begun);
+      };
       pair.for_each_block([&](int64_t first, int64_t n_rows, int64_t n_keys) {
+        const bool add = first > 0;
+        if (add) begin_keys(n_keys);
+        n_begun = std::max(n_begun, n_keys);
         const Panels q_block = row_major(q, width), grad_out_block = row_major(grad_out, width);
         pack_rows(at<const scalar_t>(a.q, a.q_strides, b, h, first), a.q_strides.row, n_rows, a.head_dim, a.scale, q_block);
         pack_rows(at<const scalar_t>(a.grad_out, a.grad_out_strides, b, h, first), a.grad_out_strides.row, n_rows, a.head_dim,
                   1.0f, grad_out_block);
-        multiply<false>(n_rows, n_keys, a.head_dim, q, width, k_transposed, scores, pitch, /*add=*/false);
-        multiply<false>(n_rows, n_keys, a.head_dim, grad_out, width, v_transposed, grad_p, pitch, /*add=*/false);
+        multiply<false>(n_rows, n_keys, q, width, k_transposed, scores, pitch, /*add=*/false, pair.scores_range(first));
+        multiply<false>(n_rows, n_keys, grad_out, width, v_transposed, grad_p, pitch, /*add=*/false, pair.scores_range(first));
         for (int64_t i = 0; i < n_rows; ++i) {
           float *score_row = scores + i * pitch, *grad_p_row = grad_p + i * pitch;
           const int64_t n = pair.n_visible(first + i), row_index = pair.row_index(first + i);
@@ -290,12 +317,14 @@ void backward(const FusedAttentionBackward& a) {
           zero_rest(score_row, n, n_keys);
           zero_rest(grad_p_row, n, n_keys);
         }
-        multiply<true>(n_keys, a.head_dim, n_rows, scores, pitch, grad_out_block, grad_v, width, /*add=*/true);
-        multiply<true>(n_keys, a.head_dim, n_rows, grad_p, pitch, q_block, grad_k, width, /*add=*/true);  // q is scaled already
-        multiply<false>(n_rows, a.head_dim, n_keys, grad_p, pitch, k, grad_q, width, /*add=*/false);
+        multiply<true>(n_keys, a.head_dim, scores, pitch, grad_out_block, grad_v, width, add, pair.keys_range(first, n_rows));
+        // q is scaled already
+        multiply<true>(n_keys, a.head_dim, grad_p, pitch, q_block, grad_k, width, add, pair.keys_range(first, n_rows));
+        multiply<false>(n_rows, a.head_dim, grad_p, pitch, k, grad_q, width, /*add=*/false, pair.rows_range(first, n_keys));
         write_rows(grad_q, width, n_rows, a.head_dim, at<scalar_t>(a.grad_q, a.grad_q_strides, b, h, first),
                    a.grad_q_strides.row, [&](int64_t) { return a.scale; });
       });
+      begin_keys(pair.keys.n);
       const auto write_keys = [&](const float* grad, void* tensor, const HeadStrides& strides) {
         const auto one = [](int64_t) { return 1.0f; };
         write_rows(grad, width, pair.keys.n, a.head_dim, at<scalar_t>(tensor, strides, b, h, first_key), strides.row, one);

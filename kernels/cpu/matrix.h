@@ -28,23 +28,20 @@ inline Panels row_major(float* data, int64_t pitch) { return {data, pitch, kPane
 // Floats that either takes for n_rows x n_cols.
 inline int64_t panels_size(int64_t n_rows, int64_t n_cols) { return n_rows * round_up(n_cols, kPanel); }
 
-// out(i, j) = x[i * stride + j] * scale, (n_rows, n_cols); the columns up to a whole panel are zero.
+// out(i, j) = x[i * stride + j] * scale, (n_rows, n_cols); the columns up to a whole panel are zero. Row by row, because rows of a
+// strided tensor lie on pages of their own.
 template <typename scalar_t>
 inline void pack_rows(const scalar_t* x, int64_t stride, int64_t n_rows, int64_t n_cols, float scale, Panels out) {
-  const vfloat zero{};
-  for (int64_t j = 0; j < n_cols; j += kPanel) {
-    const scalar_t* from = x + j;
-    float* to = out.data + j / kPanel * out.panel_stride;
-    const int64_t n = n_cols - j;
-    for (int64_t i = 0; i < n_rows; ++i, from += stride, to += out.row_stride) {
-      if (n >= kPanel) {
-        for (int v = 0; v < kTileVectors; ++v) store(to + v * kLanes, load(from + v * kLanes) * scale);
-      } else if (n > kLanes) {
-        store(to, load(from) * scale);
-        store(to + kLanes, load_tail(from + kLanes, n - kLanes) * scale);
-      } else {
-        store(to, n == kLanes ? load(from) * scale : load_tail(from, n) * scale);
-        store(to + kLanes, zero);
+  for (int64_t i = 0; i < n_rows; ++i) {
+    const scalar_t* from = x + i * stride;
+    float* to = out.data + i * out.row_stride;
+    int64_t j = 0;
+    for (; j + kPanel <= n_cols; j += kPanel, to += out.panel_stride)
+      for (int v = 0; v < kTileVectors; ++v) store(to + v * kLanes, load(from + j + v * kLanes) * scale);
+    if (j < n_cols) {
+      for (int v = 0; v < kTileVectors; ++v, j += kLanes) {
+        const vfloat x_j = j + kLanes <= n_cols ? load(from + j) : load_tail(from + j, n_cols - j);
+        store(to + v * kLanes, x_j * scale);
       }
     }
   }
@@ -76,31 +73,33 @@ inline void transpose(vfloat (&x)[kLanes]) {
   }
 }
 
-// out(j, i) = x[i * stride + j], (n_cols, n_rows); the columns of out up to a whole panel are zero.
-template <typename scalar_t>
-inline void pack_transposed(const scalar_t* x, int64_t stride, int64_t n_rows, int64_t n_cols, Panels out) {
+// out(j, i) = x(i, j), (n_cols, n_rows), from a packed x of (n_rows, n_cols); the columns of out up to a whole panel are zero.
+inline void transpose_panels(Panels x, int64_t n_rows, int64_t n_cols, Panels out) {
   for (int64_t i = 0; i < round_up(n_rows, kPanel); i += kLanes) {
-    const int n = static_cast<int>(std::clamp<int64_t>(n_rows - i, 0, kLanes));
-    const scalar_t* from = x + i * stride;
+    const int64_t n = std::clamp<int64_t>(n_rows - i, 0, kLanes);
     float* to = out.data + i / kPanel * out.panel_stride + i % kPanel;
-    for_each_vector(n_cols, [&](int64_t j, auto width) {
-      vfloat block[kLanes] = {};
-      if (n == kLanes) {
-        for (int l = 0; l < kLanes; ++l) block[l] = load_n(from + l * stride + j, width);
+    for (int64_t j = 0; j < n_cols; j += kLanes, to += kLanes * out.row_stride) {
+      const float* from = x.data + j / kPanel * x.panel_stride + i * x.row_stride + j % kPanel;
+      const int64_t height = std::min<int64_t>(n_cols - j, kLanes);
+      vfloat block[kLanes];
+      if (n == kLanes && height == kLanes) {
+        for (int l = 0; l < kLanes; ++l) block[l] = load(from + l * x.row_stride);
+        transpose(block);
+        for (int l = 0; l < kLanes; ++l) store(to + l * out.row_stride, block[l]);
       } else {
-        for (int l = 0; l < n; ++l) block[l] = load_n(from + l * stride + j, width);
+        for (int l = 0; l < kLanes; ++l) block[l] = l < n ? load(from + l * x.row_stride) : vfloat{};
+        transpose(block);
+        for (int l = 0; l < height; ++l) store(to + l * out.row_stride, block[l]);
       }
-      transpose(block);
-      for (int l = 0; l < static_cast<int>(width); ++l) store(to + (j + l) * out.row_stride, block[l]);
-    });
+    }
   }
 }
 
 // c(i, j) = or += sum over k of A(i, k) b[k * row_stride + j] for a tile of kRows x (kVectors kLanes) elements.
 // A(i, k) = a[k * lda + i] if kTransposed, else a[i * lda + k].
 template <int kRows, int kVectors, bool kTransposed>
-inline void multiply_tile(int64_t n_k, const float* a, int64_t lda, const float* b, int64_t row_stride, float* c, int64_t ldc,
-                          bool add) {
+__attribute__((noinline)) void multiply_tile(int64_t n_k, const float* a, int64_t lda, const float* b, int64_t row_stride,
+                                             float* c, int64_t ldc, bool add) {
   vfloat sum[kRows][kVectors] = {};
   for (int64_t k = 0; k < n_k; ++k) {
     vfloat right[kVectors];
@@ -123,22 +122,30 @@ inline void multiply_tile(int64_t n_k, const float* a, int64_t lda, const float*
   }
 }
 
-// C (n_rows, n_cols) = or += A (n_rows, n_k) B; C is written in whole vectors. A's rows are split into equal tiles of at most kTileRows.
-template <bool kTransposed>
-inline void multiply(int64_t n_rows, int64_t n_cols, int64_t n_k, const float* a, int64_t lda, Panels b, float* c, int64_t ldc,
-                     bool add) {
+// The part of k that a tile of C needs.
+struct Range {
+  int64_t begin, end;
+};
+
+// C (n_rows, n_cols) = or += A B; C is written in whole vectors. A's rows are split into equal tiles of at most kTileRows, and
+// range(i, rows, j) tells which k matter to the tile of rows [i, i + rows) that begins in column j.
+template <bool kTransposed, typename TileRange>
+inline void multiply(int64_t n_rows, int64_t n_cols, const float* a, int64_t lda, Panels b, float* c, int64_t ldc, bool add,
+                     TileRange&& range) {
   const int64_t n_tiles = (n_rows + kTileRows - 1) / kTileRows;
   for (int64_t j = 0; j < n_cols; j += kPanel) {
     const float* panel = b.data + j / kPanel * b.panel_stride;
     for (int64_t t = 0; t < n_tiles; ++t) {
       const int64_t i = t * n_rows / n_tiles, rows = (t + 1) * n_rows / n_tiles - i;
-      const float* from = a + i * (kTransposed ? 1 : lda);
-      float* to = c + i * ldc + j;
+      const Range k = range(i, rows, j);
+      const float* left = kTransposed ? a + k.begin * lda + i : a + i * lda + k.begin;
+      const float* right = panel + k.begin * b.row_stride;
       const auto tile = [&](auto n) {
         if (n_cols - j > kLanes)
-          multiply_tile<n, kTileVectors, kTransposed>(n_k, from, lda, panel, b.row_stride, to, ldc, add);
+          multiply_tile<n, kTileVectors, kTransposed>(k.end - k.begin, left, lda, right, b.row_stride, c + i * ldc + j, ldc,
+                                                      add);
         else
-          multiply_tile<n, 1, kTransposed>(n_k, from, lda, panel, b.row_stride, to, ldc, add);
+          multiply_tile<n, 1, kTransposed>(k.end - k.begin, left, lda, right, b.row_stride, c + i * ldc + j, ldc, add);
       };
       switch (rows) {
         case 6:
