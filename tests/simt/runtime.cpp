@@ -246,6 +246,11 @@ void fail(const std::string& what) {
   throw std::runtime_error("simt: " + what);
 }
 
+void fail(const char* what) {
+  if (in_kernel) fault(what, __builtin_return_address(0));
+  throw std::runtime_error(std::string("simt: ") + what);
+}
+
 void report_host_fault(const std::string& what) {
   std::lock_guard<std::mutex> lock(host_fault_mutex);
   if (host_fault.empty()) host_fault = "simt: host code: " + what;

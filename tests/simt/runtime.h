@@ -95,6 +95,7 @@ void before_atomic(void* ptr, size_t n_bytes, void* pc);
 void fence();
 void memset_global(void* ptr, int value, size_t n_bytes);
 [[noreturn]] void fail(const std::string& what);  // ends the launch that runs; outside of one, throws
+[[noreturn]] void fail(const char* what);         // for kernels, whose own instrumented code must not make the string
 
 template <typename... P>
 struct Call {
