@@ -73,28 +73,32 @@ __device__ __forceinline__ void normalize_rows_in_registers(const LayerNormForwa
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) sum += static_cast<float>(x[r][k].elem[j]);
   }
-  // Where the mean is large against the deviation, the sum has rounded off a step or two of it, which the deviations from it still know;
-  // and the mean is rounded to fp32 whatever is done, so their squares are taken back to the true one.
-  float mean = team_sum<kLanes>(sum) / a.n_cols;
-  float sum_of_deviations = 0.0f, sum_of_squares = 0.0f;
+  // Deviations from `from`, summed as they are or squared.
+  const auto sum_of_deviations = [&](float from, bool squared) {
+    float sum_of = 0.0f;
 #pragma unroll
-  for (int r = 0; r < kRuns; ++r) {
+    for (int r = 0; r < kRuns; ++r) {
 #pragma unroll
-    for (int k = 0; k < kAccesses; ++k) {
-      if ((r * kLanes + lane) * kRun + k * kWidth < a.n_cols) {
+      for (int k = 0; k < kAccesses; ++k) {
+        if ((r * kLanes + lane) * kRun + k * kWidth < a.n_cols) {
 #pragma unroll
-        for (int j = 0; j < kWidth; ++j) {
-          const float deviation = static_cast<float>(x[r][k].elem[j]) - mean;
-          sum_of_deviations += deviation;
-          sum_of_squares += deviation * deviation;
+          for (int j = 0; j < kWidth; ++j) {
+            const float deviation = static_cast<float>(x[r][k].elem[j]) - from;
+            sum_of += squared ? deviation * deviation : deviation;
+          }
         }
       }
     }
-  }
-  const float shift = team_sum<kLanes>(sum_of_deviations) / a.n_cols;
-  const float variance = team_sum<kLanes>(sum_of_squares) / a.n_cols - shift * shift;
-  const float rstd = rsqrtf((variance > 0.0f ? variance : 0.0f) + a.eps);
-  mean += shift;
+    return team_sum<kLanes>(sum_of);
+  };
+  // Where the mean is large against the deviation, the sum has rounded off a step or two of it, which the deviations still know; and the
+  // mean is rounded to fp32 whatever is done, so the squares around it are taken back to the true one.
+  const float per_col = 1.0f / static_cast<float>(static_cast<int>(a.n_cols));
+  const float first_mean = team_sum<kLanes>(sum) * per_col;
+  const float shift = sum_of_deviations(first_mean, false) * per_col;
+  const float mean = first_mean + shift;
+  const float rest = (first_mean - mean) + shift;
+  const float rstd = rsqrtf(fmaxf(sum_of_deviations(mean, true) * per_col - rest * rest, 0.0f) + a.eps);
 
   if (!valid) return;
   if (lane == 0) {
