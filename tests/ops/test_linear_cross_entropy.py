@@ -205,36 +205,11 @@ def test_opcheck():
     torch.library.opcheck(torch.ops.ls.linear_cross_entropy_forward.default, arguments)
 
 
-PEAK = """
-import resource, sys, torch
-import warnings; warnings.simplefilter("ignore")
-from ls_plugin import ops
-from tests.ops.test_linear_cross_entropy import torch_loss
-torch.set_num_threads(1)
-x = torch.randn(4096, 64, requires_grad=True)
-weight = torch.randn(32_000, 64, requires_grad=True)
-target = torch.randint(2, 32_000, (4096,))
-small = torch.randn(64, 64, requires_grad=True)  # for what libraries allocate on first use
-ops.linear_cross_entropy(small @ small, small, torch.arange(64), 0.1)[0].backward()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-if sys.argv[1] == "blocks":
-    loss = ops.linear_cross_entropy(x, weight, target, 0.1, 1)[0]
-elif sys.argv[1] == "fused":
-    loss = ops.label_smoothed_cross_entropy(x @ weight.t(), target, 0.1, 1, inplace=True)[0].sum()
-else:
-    loss = torch_loss(x, weight, target)[0]
-loss.backward()
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
-"""
-
-
 @needs_library
 @pytest.mark.slow
 def test_peak_memory_falls_five_times():
     """Beside projection + fused cross entropy, which itself needs a third of what stock does."""
-
-    def peak(which):
-        command = [sys.executable, "-c", PEAK, which]
-        return int(subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
-
-    assert peak("fused") >= 5 * peak("blocks")
+    command = [sys.executable, "recipes/benchmarks/peak_memory.py", "--columns", "64"]
+    lines = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
+    peak = {way: float(mib) for way, mib, _ in map(str.split, lines)}
+    assert peak["fused"] >= 5 * peak["blocks"]
