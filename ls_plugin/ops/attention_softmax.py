@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ls_plugin import _library, reference
 from ls_plugin.ops.autograd import DifferentiableOp
-from ls_plugin.ops.checks import check, check_floating, expand_bias
+from ls_plugin.ops.checks import check, check_floating, check_probability, expand_bias
 from ls_plugin.ops.rng import draw_seed, rank_offset
 
 _OP = "attention_softmax"
@@ -38,8 +38,7 @@ def attention_softmax(
         ValueError: p outside [0, 1], or a bias that requires a gradient with scale 0.
         RuntimeError: a shape, dtype or device does not fit.
     """
-    if not 0.0 <= p <= 1.0:
-        raise ValueError(f"{_OP}: p must lie in [0, 1], got {p}")
+    check_probability(_OP, p)
     if scale == 0.0 and bias is not None and bias.requires_grad:
         raise ValueError(
             f"{_OP}: scale must not be 0 where bias requires a gradient, which is the scores' gradient / scale"

@@ -6,7 +6,7 @@ from torch import Tensor
 from ls_plugin import _library, reference
 from ls_plugin.ops.autograd import DifferentiableOp
 from ls_plugin.ops.bias_dropout_residual import bias_dropout_residual
-from ls_plugin.ops.checks import check_matrix, check_row_vector, check_same_shape
+from ls_plugin.ops.checks import check_matrix, check_probability, check_row_vector, check_same_shape
 from ls_plugin.ops.rng import draw_seed, rank_offset
 from ls_plugin.reference.bias_act_dropout import ACTIVATIONS
 
@@ -34,8 +34,7 @@ def bias_act_dropout(x: Tensor, bias: Tensor | None, activation: str, p: float, 
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"{_OP}: activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
-    if not 0.0 <= p <= 1.0:
-        raise ValueError(f"{_OP}: p must lie in [0, 1], got {p}")
+    check_probability(_OP, p)
     if bias is not None:
         bias = bias.to(x.dtype)
     if activation == "linear":

@@ -7,6 +7,7 @@ from ls_plugin import _library, reference
 from ls_plugin.ops.autograd import DifferentiableOp
 from ls_plugin.ops.checks import (
     check_matrix,
+    check_probability,
     check_row_vector,
     check_same_shape,
     to_common_dtype,
@@ -31,8 +32,7 @@ def bias_dropout_residual(
     Raises:
         ValueError: p outside [0, 1].  RuntimeError: a shape, dtype or device does not fit.
     """
-    if not 0.0 <= p <= 1.0:
-        raise ValueError(f"{_OP}: p must lie in [0, 1], got {p}")
+    check_probability(_OP, p)
     p = p if training else 0.0
     if p == 0.0 and bias is None and residual is None:
         return x

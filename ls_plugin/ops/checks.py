@@ -12,6 +12,12 @@ def check(condition: bool, message: Callable[[], str]) -> None:
     torch._check(condition, message)
 
 
+def check_probability(op: str, p: float) -> None:
+    """Raises ValueError unless p is a probability."""
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"{op}: p must lie in [0, 1], got {p}")
+
+
 def check_row_vector(op: str, name: str, parameter: Tensor | None, x: Tensor) -> None:
     """``parameter`` is None or (C,), with C the last size of ``x``."""
     columns = x.shape[-1]

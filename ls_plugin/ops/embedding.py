@@ -6,7 +6,7 @@ from torch import Tensor
 from ls_plugin import _library, reference
 from ls_plugin.ops.autograd import DifferentiableOp
 from ls_plugin.ops.bias_dropout_residual import bias_dropout_residual
-from ls_plugin.ops.checks import check, check_floating, to_common_dtype
+from ls_plugin.ops.checks import check, check_floating, check_probability, to_common_dtype
 from ls_plugin.ops.layer_norm import layer_norm as apply_layer_norm
 from ls_plugin.ops.rng import draw_seed, rank_offset
 
@@ -51,8 +51,7 @@ def embedding(
         vocabulary or a sentence has more tokens than the table of positions. On a GPU these stop the kernel with a device-side
         assertion, as torch's own embedding does.
     """
-    if not 0.0 <= p <= 1.0:
-        raise ValueError(f"{_OP}: p must lie in [0, 1], got {p}")
+    check_probability(_OP, p)
     p = p if training else 0.0
     if layer_norm is not None:
         x = embedding(tokens, weight, positions, padding_idx, scale)

@@ -7,7 +7,7 @@ from torch import Tensor
 from ls_plugin import _library, reference
 from ls_plugin.ops.attention_softmax import attention_softmax
 from ls_plugin.ops.autograd import DifferentiableOp
-from ls_plugin.ops.checks import expand_bias, to_common_dtype
+from ls_plugin.ops.checks import check_probability, expand_bias, to_common_dtype
 from ls_plugin.ops.rng import draw_seed, rank_offset
 
 _OP = "fused_attention"
@@ -56,8 +56,7 @@ def fused_attention(
         ValueError: p outside [0, 1], a bias that requires a gradient, or an unknown route.
         RuntimeError: a shape, dtype or device does not fit.
     """
-    if not 0.0 <= p <= 1.0:
-        raise ValueError(f"{_OP}: p must lie in [0, 1], got {p}")
+    check_probability(_OP, p)
     if route is not None and route not in _ROUTES:
         raise ValueError(f"{_OP}: route must be one of {', '.join(_ROUTES)}, got {route!r}")
     if bias is not None and bias.requires_grad and torch.is_grad_enabled():
@@ -72,16 +71,15 @@ def fused_attention(
     if not _library.has_kernel(q):
         seed = draw_seed(q.device) if p > 0.0 else None
         return reference.fused_attention(q, k, v, key_padding_mask, bias, causal, scale, p, seed, rank_offset())
-    if route is None:
+    if route is None and not _library.runs_cuda_kernels(q):
         route = "kernel"
-        if _library.runs_cuda_kernels(q):
-            route = choose_route(
-                *q.shape, k.shape[2], q.element_size(), sdpa_refusals(q, k, key_padding_mask, bias, causal, p)
-            )
-    if route == "sdpa":
+    if route in (None, "sdpa"):
         refusals = sdpa_refusals(q, k, key_padding_mask, bias, causal, p)
-        if refusals:
+        if route is None:
+            route = choose_route(*q.shape, k.shape[2], q.element_size(), refusals)
+        elif refusals:
             raise ValueError(f"{_OP}: scaled_dot_product_attention cannot serve this call: {'; '.join(refusals)}")
+    if route == "sdpa":
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
     if route == "three_steps":
         # The product leaves q k^T in q's dtype, which in fp16 ends at 65,504; stock scales q before it, too.

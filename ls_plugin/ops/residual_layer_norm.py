@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ls_plugin import _library, reference
 from ls_plugin.ops.autograd import DifferentiableOp
-from ls_plugin.ops.checks import check_matrix, check_row_vector, check_same_shape, to_common_dtype
+from ls_plugin.ops.checks import check_matrix, check_probability, check_row_vector, check_same_shape, to_common_dtype
 from ls_plugin.ops.rng import draw_seed, rank_offset
 
 _OP = "residual_layer_norm"
@@ -37,8 +37,7 @@ def residual_layer_norm(
     Raises:
         ValueError: p outside [0, 1].  RuntimeError: a shape, dtype or device does not fit.
     """
-    if not 0.0 <= p <= 1.0:
-        raise ValueError(f"{_OP}: p must lie in [0, 1], got {p}")
+    check_probability(_OP, p)
     p = p if training else 0.0
     x, bias, residual, weight, norm_bias = to_common_dtype(x, bias, residual, weight, norm_bias)
     seed = draw_seed(x.device) if p > 0.0 else None

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ls_plugin.reference.dropout import dropout_keep_mask, dropout_scale
+from ls_plugin.reference.dropout import dropout
 
 
 def attention_softmax(
@@ -41,7 +41,4 @@ def attention_softmax(
         z = z.masked_fill(hidden, -torch.inf)
     blind = (z == -torch.inf).all(dim=-1, keepdim=True)
     probs = torch.softmax(z.masked_fill(blind, 0.0), dim=-1).masked_fill(blind, 0.0)
-    if p > 0.0:
-        keep = dropout_keep_mask(scores.shape, p, int(seed), offset, scores.device)
-        probs = torch.where(keep, probs * dropout_scale(p), 0.0)
-    return probs.to(scores.dtype)
+    return dropout(probs, p, seed, offset).to(scores.dtype)

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from ls_plugin.reference.dropout import dropout_keep_mask, dropout_scale
+from ls_plugin.reference.dropout import dropout
 
 
 def _gelu(x: Tensor) -> Tensor:
@@ -46,9 +46,4 @@ def bias_act_dropout(
     acc = x.to(torch.promote_types(x.dtype, torch.float32))
     if bias is not None:
         acc = acc + bias
-    acc = ACTIVATIONS[activation](acc)
-    if p > 0.0:
-        keep = dropout_keep_mask(x.shape, p, int(seed), offset, x.device)
-        # where, not a product: an infinite value that is dropped must give 0, not NaN.
-        acc = torch.where(keep, acc * dropout_scale(p), 0.0)
-    return acc.to(x.dtype)
+    return dropout(ACTIVATIONS[activation](acc), p, seed, offset).to(x.dtype)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ls_plugin.reference.dropout import dropout_keep_mask, dropout_scale
+from ls_plugin.reference.dropout import dropout
 
 
 def bias_dropout_residual(
@@ -22,10 +22,7 @@ def bias_dropout_residual(
     acc = x.to(torch.promote_types(x.dtype, torch.float32))
     if bias is not None:
         acc = acc + bias
-    if p > 0.0:
-        keep = dropout_keep_mask(x.shape, p, int(seed), offset, x.device)
-        # where, not a product: an infinite value that is dropped must give 0, not NaN.
-        acc = torch.where(keep, acc * dropout_scale(p), 0.0)
+    acc = dropout(acc, p, seed, offset)
     if residual is not None:
         acc = residual + acc
     return acc.to(x.dtype)

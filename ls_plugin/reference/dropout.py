@@ -58,3 +58,12 @@ def dropout_keep_mask(
     lanes = torch.stack([half for word in words for half in (word & 0xFFFF, word >> 16)], dim=-1)
     keep = lanes >= dropout_threshold(p)
     return keep.view(n_rows, groups_per_row * _GROUP)[:, :n_cols].reshape(shape)
+
+
+def dropout(x: Tensor, p: float, seed: Tensor | None, offset: int) -> Tensor:
+    """x (..., C) where it is kept, times :func:`dropout_scale`, and 0 elsewhere; x itself for p = 0, which needs no seed."""
+    if p == 0.0:
+        return x
+    keep = dropout_keep_mask(x.shape, p, int(seed), offset, x.device)
+    # where, not a product: an infinite value that is dropped must give 0, not NaN.
+    return torch.where(keep, x * dropout_scale(p), 0.0)

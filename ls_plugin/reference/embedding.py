@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ls_plugin.reference.dropout import dropout_keep_mask, dropout_scale
+from ls_plugin.reference.dropout import dropout
 
 
 def embedding(
@@ -32,11 +32,7 @@ def embedding(
     acc = scale * F.embedding(tokens, weight, padding_idx).to(acc_dtype)
     if positions is not None:
         acc = acc + F.embedding(position_ids(tokens, padding_idx), positions, padding_idx).to(acc_dtype)
-    if p > 0.0:
-        keep = dropout_keep_mask(acc.shape, p, int(seed), offset, acc.device)
-        # where, not a product: an infinite value that is dropped must give 0, not NaN.
-        acc = torch.where(keep, acc * dropout_scale(p), 0.0)
-    return acc.to(weight.dtype)
+    return dropout(acc, p, seed, offset).to(weight.dtype)
 
 
 def position_ids(tokens: Tensor, padding_idx: int | None) -> Tensor:
