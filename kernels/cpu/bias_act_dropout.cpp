@@ -86,45 +86,40 @@ template <typename scalar_t, Activation kActivation>
 void backward(const BiasActDropoutBackward& a) {
   constexpr bool kIsRelu = kActivation == Activation::kRelu;
   const auto* bias = saves_output(kActivation) ? nullptr : static_cast<const scalar_t*>(a.bias);
-  const int64_t rows_per_chunk = column_sum_rows_per_partial(a.n_rows);
   const int64_t n_chunks = column_sum_n_partials(a.n_rows);
   const float scale = a.dropout.scale;
   const float inverse_scale = 1.0f - static_cast<float>(a.dropout.threshold) / 65536.0f;  // exact
   Dropout dropout = a.dropout;
   if (kIsRelu) dropout.threshold = 0;  // no draws: y knows
-  parallel_for(0, n_chunks, chunks_per_thread(a.n_rows, a.n_cols), [&](int64_t chunk_begin, int64_t chunk_end) {
-    for (int64_t chunk = chunk_begin; chunk < chunk_end; ++chunk) {
-      float* partial = a.partials == nullptr ? nullptr : a.partials + chunk * a.n_cols;
-      if (partial != nullptr) std::fill(partial, partial + a.n_cols, 0.0f);
-      const int64_t row_begin = chunk * rows_per_chunk, row_end = std::min(row_begin + rows_per_chunk, a.n_rows);
-      for_each_dropout_segment(dropout, row_begin, row_end, a.n_cols,
-                               [&](int64_t row, int64_t col_begin, int64_t col_end, const uint16_t* draws) {
-                                 const int64_t first = row * a.n_cols + col_begin;
-                                 const auto* grad_y = static_cast<const scalar_t*>(a.grad_y) + first;
-                                 const auto* saved = static_cast<const scalar_t*>(a.saved) + first;
-                                 auto* grad_x = static_cast<scalar_t*>(a.grad_x) + first;
-                                 const scalar_t* b = bias == nullptr ? nullptr : bias + col_begin;
-                                 float* sum = partial == nullptr ? nullptr : partial + col_begin;
-                                 with_dropout(dropout, draws, [=](auto kept) {
-                                   for_each_vector(col_end - col_begin, [=](int64_t i, auto n) {
-                                     vfloat g = load_n(grad_y + i, n), v = load_n(saved + i, n);
-                                     if constexpr (kIsRelu) {
-                                       g = v != 0.0f ? g * scale : vfloat{};
-                                     } else if constexpr (kActivation == Activation::kTanh) {
-                                       v *= inverse_scale;
-                                       g = kept(i, g * (1.0f - v * v));
-                                     } else {
-                                       if (b != nullptr) v += load_n(b + i, n);
-                                       g = kept(i, g * derivative<kActivation>(v));
-                                     }
-                                     store_n(grad_x + i, g, n);
-                                     if (sum != nullptr) store_n(sum + i, load_n(sum + i, n) + g, n);
-                                   });
+  for_each_chunk_in_parallel(a.n_rows, a.n_cols, [&](int64_t chunk, int64_t row_begin, int64_t row_end) {
+    float* partial = zeroed_chunk_sums(a.partials, 0, chunk, n_chunks, a.n_cols);
+    for_each_dropout_segment(dropout, row_begin, row_end, a.n_cols,
+                             [&](int64_t row, int64_t col_begin, int64_t col_end, const uint16_t* draws) {
+                               const int64_t first = row * a.n_cols + col_begin;
+                               const auto* grad_y = static_cast<const scalar_t*>(a.grad_y) + first;
+                               const auto* saved = static_cast<const scalar_t*>(a.saved) + first;
+                               auto* grad_x = static_cast<scalar_t*>(a.grad_x) + first;
+                               const scalar_t* b = bias == nullptr ? nullptr : bias + col_begin;
+                               float* sum = partial == nullptr ? nullptr : partial + col_begin;
+                               with_dropout(dropout, draws, [=](auto kept) {
+                                 for_each_vector(col_end - col_begin, [=](int64_t i, auto n) {
+                                   vfloat g = load_n(grad_y + i, n), v = load_n(saved + i, n);
+                                   if constexpr (kIsRelu) {
+                                     g = v != 0.0f ? g * scale : vfloat{};
+                                   } else if constexpr (kActivation == Activation::kTanh) {
+                                     v *= inverse_scale;
+                                     g = kept(i, g * (1.0f - v * v));
+                                   } else {
+                                     if (b != nullptr) v += load_n(b + i, n);
+                                     g = kept(i, g * derivative<kActivation>(v));
+                                   }
+                                   store_n(grad_x + i, g, n);
+                                   if (sum != nullptr) store_n(sum + i, load_n(sum + i, n) + g, n);
                                  });
                                });
-    }
+                             });
   });
-  if (a.grad_bias != nullptr) sum_partials(a.partials, n_chunks, a.n_cols, static_cast<scalar_t*>(a.grad_bias));
+  finish_chunk_sums<scalar_t>(a.partials, 0, n_chunks, a.n_cols, a.grad_bias);
 }
 
 }  // namespace

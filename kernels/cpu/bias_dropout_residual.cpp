@@ -17,18 +17,7 @@ void bias_dropout_residual_forward(const BiasDropoutResidualForward& a) {
     const auto* residual = static_cast<const scalar_t*>(a.residual);
     auto* y = static_cast<scalar_t*>(a.y);
     parallel_for(0, a.n_rows, rows_per_thread(a.n_cols), [&](int64_t row_begin, int64_t row_end) {
-      for_each_dropout_segment(a.dropout, row_begin, row_end, a.n_cols,
-                               [&](int64_t row, int64_t col_begin, int64_t col_end, const uint16_t* draws) {
-                                 const int64_t first = row * a.n_cols + col_begin;
-                                 for_each_vector(col_end - col_begin, [&](int64_t i, auto n) {
-                                   vfloat v = load_n(x + first + i, n);
-                                   if (bias != nullptr) v += load_n(bias + col_begin + i, n);
-                                   if (draws != nullptr)
-                                     v = keep_lanes(draws + i, a.dropout.threshold) ? v * a.dropout.scale : vfloat{};
-                                   if (residual != nullptr) v += load_n(residual + first + i, n);
-                                   store_n(y + first + i, v, n);
-                                 });
-                               });
+      bias_dropout_residual_rows(x, bias, residual, y, a.dropout, row_begin, row_end, a.n_cols);
     });
   });
 }
@@ -38,30 +27,25 @@ void bias_dropout_residual_backward(const BiasDropoutResidualBackward& a) {
     using scalar_t = decltype(scalar);
     const auto* grad_y = static_cast<const scalar_t*>(a.grad_y);
     auto* grad_x = static_cast<scalar_t*>(a.grad_x);
-    const int64_t rows_per_chunk = column_sum_rows_per_partial(a.n_rows);
     const int64_t n_chunks = column_sum_n_partials(a.n_rows);
-    parallel_for(0, n_chunks, chunks_per_thread(a.n_rows, a.n_cols), [&](int64_t chunk_begin, int64_t chunk_end) {
-      for (int64_t chunk = chunk_begin; chunk < chunk_end; ++chunk) {
-        float* partial = a.partials == nullptr ? nullptr : a.partials + chunk * a.n_cols;
-        if (partial != nullptr) std::fill(partial, partial + a.n_cols, 0.0f);
-        const int64_t row_begin = chunk * rows_per_chunk, row_end = std::min(row_begin + rows_per_chunk, a.n_rows);
-        for_each_dropout_segment(a.dropout, row_begin, row_end, a.n_cols,
-                                 [&](int64_t row, int64_t col_begin, int64_t col_end, const uint16_t* draws) {
-                                   const int64_t first = row * a.n_cols + col_begin;
-                                   for_each_vector(col_end - col_begin, [&](int64_t i, auto n) {
-                                     vfloat g = load_n(grad_y + first + i, n);
-                                     if (draws != nullptr)
-                                       g = keep_lanes(draws + i, a.dropout.threshold) ? g * a.dropout.scale : vfloat{};
-                                     if (grad_x != nullptr) store_n(grad_x + first + i, g, n);
-                                     if (partial != nullptr) {
-                                       float* sum = partial + col_begin + i;
-                                       store_n(sum, load_n(sum, n) + g, n);
-                                     }
-                                   });
+    for_each_chunk_in_parallel(a.n_rows, a.n_cols, [&](int64_t chunk, int64_t row_begin, int64_t row_end) {
+      float* partial = zeroed_chunk_sums(a.partials, 0, chunk, n_chunks, a.n_cols);
+      for_each_dropout_segment(a.dropout, row_begin, row_end, a.n_cols,
+                               [&](int64_t row, int64_t col_begin, int64_t col_end, const uint16_t* draws) {
+                                 const int64_t first = row * a.n_cols + col_begin;
+                                 for_each_vector(col_end - col_begin, [&](int64_t i, auto n) {
+                                   vfloat g = load_n(grad_y + first + i, n);
+                                   if (draws != nullptr)
+                                     g = keep_lanes(draws + i, a.dropout.threshold) ? g * a.dropout.scale : vfloat{};
+                                   if (grad_x != nullptr) store_n(grad_x + first + i, g, n);
+                                   if (partial != nullptr) {
+                                     float* sum = partial + col_begin + i;
+                                     store_n(sum, load_n(sum, n) + g, n);
+                                   }
                                  });
-      }
+                               });
     });
-    if (a.grad_bias != nullptr) sum_partials(a.partials, n_chunks, a.n_cols, static_cast<scalar_t*>(a.grad_bias));
+    finish_chunk_sums<scalar_t>(a.partials, 0, n_chunks, a.n_cols, a.grad_bias);
   });
 }
 

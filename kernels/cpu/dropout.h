@@ -54,13 +54,12 @@ inline vuint64 join(vuint64 low, vuint64 high) {
 #endif
 }
 
-// The keys of the ten rounds, as vectors: broadcast in each round they would cost a quarter of the time. A Dropout will do for one, where
-// keys are not made once for many calls.
+// The keys of the ten rounds, as vectors: broadcast in each round they would cost a quarter of the time.
 struct PhiloxKeys {
   vuint64 key0[kPhiloxRounds], key1[kPhiloxRounds];
   vuint64 offset_low, offset_high;
 
-  PhiloxKeys(const Dropout& dropout) {
+  explicit PhiloxKeys(const Dropout& dropout) {
     uint32_t k0 = static_cast<uint32_t>(dropout.seed), k1 = static_cast<uint32_t>(dropout.seed >> 32);
     for (int round = 0; round < kPhiloxRounds; ++round, k0 += kPhiloxW0, k1 += kPhiloxW1) {
       key0[round] = uint64_t{k0} - vuint64{};
@@ -151,30 +150,31 @@ inline void for_each_dropout_segment(const Dropout& dropout, int64_t row_begin, 
 class RowDraws {
  public:
   RowDraws(const Dropout& dropout, int64_t n_cols, int64_t row_end)
-      : dropout_(dropout), groups_per_row_(dropout_groups_per_row(n_cols)), row_end_(row_end) {
-    if (dropout.threshold == 0) return;
+      : keys_(dropout), drops_(dropout.threshold != 0), groups_per_row_(dropout_groups_per_row(n_cols)), row_end_(row_end) {
+    if (!drops_) return;
     constexpr int64_t kSharedGroups = 256;  // 4 KB: they stay in the first-level cache beside the rows
     if (groups_per_row_ < 4 * kLanes) rows_per_fill_ = kSharedGroups / std::max<int64_t>(groups_per_row_, 1);
     draws_.reset(new uint16_t[(rows_per_fill_ * groups_per_row_ + 2 * kLanes) * kDropoutGroup]);
   }
   // The 16-bit integers of the columns from 0 on, of which [begin, end) may be read; null when nothing is dropped.
   const uint16_t* of(int64_t row, int64_t begin, int64_t end) {
-    if (dropout_.threshold == 0) return nullptr;
+    if (!drops_) return nullptr;
     if (rows_per_fill_ == 1) {
       const int64_t first = begin / kDropoutGroup;
-      philox_fill(dropout_, row * groups_per_row_ + first, dropout_groups_per_row(end) - first,
+      philox_fill(keys_, row * groups_per_row_ + first, dropout_groups_per_row(end) - first,
                   draws_.get() + first * kDropoutGroup);
       return draws_.get();
     }
     if (row >= filled_end_) {
       filled_begin_ = row, filled_end_ = std::min(row + rows_per_fill_, row_end_);
-      philox_fill(dropout_, row * groups_per_row_, (filled_end_ - row) * groups_per_row_, draws_.get());
+      philox_fill(keys_, row * groups_per_row_, (filled_end_ - row) * groups_per_row_, draws_.get());
     }
     return draws_.get() + (row - filled_begin_) * groups_per_row_ * kDropoutGroup;
   }
 
  private:
-  const Dropout& dropout_;
+  const PhiloxKeys keys_;
+  const bool drops_;
   int64_t groups_per_row_, row_end_, rows_per_fill_ = 1, filled_begin_ = 0, filled_end_ = 0;
   std::unique_ptr<uint16_t[]> draws_;
 };
@@ -184,6 +184,24 @@ class RowDraws {
 inline vint keep_lanes(const uint16_t* draws, uint32_t threshold) {
   const vint values = reinterpret_cast<vint>(widen(load_bits<vhalf>(draws)));
   return values >= static_cast<int32_t>(threshold);
+}
+
+// y = residual + dropout(x + bias) for the rows [row_begin, row_end) of (N, C) matrices; bias and residual may be null.
+template <typename scalar_t>
+inline void bias_dropout_residual_rows(const scalar_t* x, const scalar_t* bias, const scalar_t* residual, scalar_t* y,
+                                       const Dropout& dropout, int64_t row_begin, int64_t row_end, int64_t n_cols) {
+  for_each_dropout_segment(dropout, row_begin, row_end, n_cols,
+                           [&](int64_t row, int64_t col_begin, int64_t col_end, const uint16_t* draws) {
+                             const int64_t first = row * n_cols + col_begin;
+                             for_each_vector(col_end - col_begin, [&](int64_t i, auto n) {
+                               vfloat v = load_n(x + first + i, n);
+                               if (bias != nullptr) v += load_n(bias + col_begin + i, n);
+                               if (draws != nullptr)
+                                 v = keep_lanes(draws + i, dropout.threshold) ? v * dropout.scale : vfloat{};
+                               if (residual != nullptr) v += load_n(residual + first + i, n);
+                               store_n(y + first + i, v, n);
+                             });
+                           });
 }
 
 }  // namespace ls::cpu::LS_ISA

@@ -21,10 +21,8 @@ void layer_norm_backward(const LayerNormBackward& a) {
     const auto* weight = static_cast<const scalar_t*>(a.weight);
     const int64_t n_cols = a.n_cols, n_chunks = column_sum_n_partials(a.n_rows);
     for_each_chunk_in_parallel(a.n_rows, n_cols, [&](int64_t chunk, int64_t chunk_begin, int64_t chunk_end) {
-      float* sum_weight = chunk_sums(a.partials, 0, chunk, n_chunks, n_cols);
-      float* sum_bias = chunk_sums(a.partials, 1, chunk, n_chunks, n_cols);
-      for (float* sum : {sum_weight, sum_bias})
-        if (sum != nullptr) std::fill(sum, sum + n_cols, 0.0f);
+      float* sum_weight = zeroed_chunk_sums(a.partials, 0, chunk, n_chunks, n_cols);
+      float* sum_bias = zeroed_chunk_sums(a.partials, 1, chunk, n_chunks, n_cols);
       for_each_row_block(chunk_begin, chunk_end, [&](int64_t row, auto n_rows) {
         constexpr int kRows = decltype(n_rows)::value;
         RowGradient gradients[kRows];

@@ -40,28 +40,6 @@ inline void for_each_row_block_in_parallel(int64_t n_rows, int64_t n_cols, Body&
   });
 }
 
-// Calls body(chunk, row_begin, row_end) for the chunks of rows whose column sums make one partial (column_sum.h).
-template <typename Body>
-inline void for_each_chunk_in_parallel(int64_t n_rows, int64_t n_cols, Body&& body) {
-  const int64_t rows_per_chunk = column_sum_rows_per_partial(n_rows);
-  parallel_for(0, column_sum_n_partials(n_rows), chunks_per_thread(n_rows, n_cols), [&](int64_t begin, int64_t end) {
-    for (int64_t chunk = begin; chunk < end; ++chunk)
-      body(chunk, chunk * rows_per_chunk, std::min((chunk + 1) * rows_per_chunk, n_rows));
-  });
-}
-
-// A chunk's row of the `which`-th matrix of partial sums, (n_chunks, n_cols) each; null where none are wanted.
-inline float* chunk_sums(float* partials, int which, int64_t chunk, int64_t n_chunks, int64_t n_cols) {
-  return partials == nullptr ? nullptr : partials + (which * n_chunks + chunk) * n_cols;
-}
-
-// out (C,), unless null, = the sum of the `which`-th partials.
-template <typename scalar_t>
-inline void finish_chunk_sums(float* partials, int which, int64_t n_chunks, int64_t n_cols, void* out) {
-  if (out != nullptr)
-    sum_partials(chunk_sums(partials, which, 0, n_chunks, n_cols), n_chunks, n_cols, static_cast<scalar_t*>(out));
-}
-
 // Means over each of kRows rows of x - pivot and of its square.
 template <int kRows, typename scalar_t>
 inline void shifted_moments(const scalar_t* x, int64_t n_cols, const float* pivot, float* first, float* second) {

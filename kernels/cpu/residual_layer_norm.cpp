@@ -19,18 +19,7 @@ void residual_layer_norm_forward(const ResidualLayerNormForward& a) {
     auto* sum = static_cast<scalar_t*>(a.sum);
     const int64_t n_cols = a.norm.n_cols;
     for_each_row_block_in_parallel(a.norm.n_rows, n_cols, [&](int64_t row_begin, auto n_rows) {
-      for_each_dropout_segment(a.dropout, row_begin, row_begin + n_rows, n_cols,
-                               [&](int64_t row, int64_t col_begin, int64_t col_end, const uint16_t* draws) {
-                                 const int64_t first = row * n_cols + col_begin;
-                                 for_each_vector(col_end - col_begin, [&](int64_t i, auto n) {
-                                   vfloat v = load_n(x + first + i, n);
-                                   if (bias != nullptr) v += load_n(bias + col_begin + i, n);
-                                   if (draws != nullptr)
-                                     v = keep_lanes(draws + i, a.dropout.threshold) ? v * a.dropout.scale : vfloat{};
-                                   if (residual != nullptr) v += load_n(residual + first + i, n);
-                                   store_n(sum + first + i, v, n);
-                                 });
-                               });
+      bias_dropout_residual_rows(x, bias, residual, sum, a.dropout, row_begin, row_begin + n_rows, n_cols);
       normalize_rows<scalar_t, n_rows>(a.norm, row_begin);
     });
   });
@@ -47,11 +36,9 @@ void residual_layer_norm_backward(const ResidualLayerNormBackward& a) {
     auto* grad_x = static_cast<scalar_t*>(a.grad_x);
     const int64_t n_cols = a.norm.n_cols, n_chunks = column_sum_n_partials(a.norm.n_rows);
     for_each_chunk_in_parallel(a.norm.n_rows, n_cols, [&](int64_t chunk, int64_t chunk_begin, int64_t chunk_end) {
-      float* sum_weight = chunk_sums(a.norm.partials, 0, chunk, n_chunks, n_cols);
-      float* sum_norm_bias = chunk_sums(a.norm.partials, 1, chunk, n_chunks, n_cols);
-      float* sum_bias = a.grad_bias == nullptr ? nullptr : chunk_sums(a.norm.partials, 2, chunk, n_chunks, n_cols);
-      for (float* sums : {sum_weight, sum_norm_bias, sum_bias})
-        if (sums != nullptr) std::fill(sums, sums + n_cols, 0.0f);
+      float* sum_weight = zeroed_chunk_sums(a.norm.partials, 0, chunk, n_chunks, n_cols);
+      float* sum_norm_bias = zeroed_chunk_sums(a.norm.partials, 1, chunk, n_chunks, n_cols);
+      float* sum_bias = a.grad_bias == nullptr ? nullptr : zeroed_chunk_sums(a.norm.partials, 2, chunk, n_chunks, n_cols);
       for_each_row_block(chunk_begin, chunk_end, [&](int64_t row_begin, auto n_rows) {
         RowGradient gradients[decltype(n_rows)::value];
         row_gradients<scalar_t, n_rows>(a.norm, row_begin, sum_weight, sum_norm_bias, gradients);

@@ -51,15 +51,6 @@ struct Max {
     return {f(value)};
   }
 };
-struct Sum {
-  float value;
-
-  static __device__ __forceinline__ Sum merge(const Sum& a, const Sum& b) { return {a.value + b.value}; }
-  template <typename F>
-  __device__ __forceinline__ Sum map(F f) const {
-    return {f(value)};
-  }
-};
 
 // The threads that share a row: 2^log2_lanes lanes of a warp. How many is an argument and no template parameter: the steps of the
 // butterfly that reach beyond the team are shuffled and not taken, 10 instructions beside the 150 or so of a group with dropout.

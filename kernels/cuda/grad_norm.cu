@@ -15,16 +15,6 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kFinishThreads = kMaxWarps * kWarpSize;
 
-struct Sum {
-  float value;
-
-  static __device__ __forceinline__ Sum merge(const Sum& a, const Sum& b) { return {a.value + b.value}; }
-  template <typename F>
-  __device__ __forceinline__ Sum map(F f) const {
-    return {f(value)};
-  }
-};
-
 // Round k of a chunk is kThreads groups of one 16-byte vector; thread t owns group t of each.
 template <typename scalar_t>
 __global__ void __launch_bounds__(kThreads) grad_norm_squares_kernel(const GradNormSquares a, bool vectorized) {

@@ -21,6 +21,15 @@ __device__ __forceinline__ float team_sum(float v) {
 }
 
 // What block_reduce takes: an aggregate of floats with merge(a, b) and map(f), f being applied to every member.
+struct Sum {
+  float value;
+
+  static __device__ __forceinline__ Sum merge(const Sum& a, const Sum& b) { return {a.value + b.value}; }
+  template <typename F>
+  __device__ __forceinline__ Sum map(F f) const {
+    return {f(value)};
+  }
+};
 struct SumPair {
   float first, second;
 
