@@ -40,32 +40,42 @@ inline void for_each_row_block_in_parallel(int64_t n_rows, int64_t n_cols, Body&
   });
 }
 
-// Means over each of kRows rows of x - pivot and of its square.
+// Means over each of kRows rows of x - pivot and of its square. Sums of blocks are summed: in one running sum an outlier would swallow all
+// that comes after it (a square of 1e8 leaves fp32 steps of 8).
 template <int kRows, typename scalar_t>
 inline void shifted_moments(const scalar_t* x, int64_t n_cols, const float* pivot, float* first, float* second) {
   constexpr std::integral_constant<int, kLanes> kFull{};
-  vfloat sum[kRows][2]{}, sum_of_squares[kRows][2]{};
-  const auto add = [&](int which, int64_t i, auto n) {
-    for (int r = 0; r < kRows; ++r) {
-      const vfloat d = load_n(x + r * n_cols + i, n, pivot[r]) - pivot[r];
-      sum[r][which] += d;
-      sum_of_squares[r][which] += d * d;
+  constexpr int64_t kBlock = 64 * kLanes;
+  vfloat total[kRows]{}, total_of_squares[kRows]{};
+  for (int64_t begin = 0; begin < n_cols; begin += kBlock) {
+    vfloat sum[kRows][2]{}, sum_of_squares[kRows][2]{};
+    const auto add = [&](int which, int64_t i, auto n) {
+      for (int r = 0; r < kRows; ++r) {
+        const vfloat d = load_n(x + r * n_cols + i, n, pivot[r]) - pivot[r];
+        sum[r][which] += d;
+        sum_of_squares[r][which] += d * d;
+      }
+    };
+    const int64_t end = std::min(begin + kBlock, n_cols);
+    int64_t i = begin;
+    for (; i + 2 * kLanes <= end; i += 2 * kLanes) {
+      add(0, i, kFull);
+      add(1, i + kLanes, kFull);
     }
-  };
-  int64_t i = 0;
-  for (; i + 2 * kLanes <= n_cols; i += 2 * kLanes) {
-    add(0, i, kFull);
-    add(1, i + kLanes, kFull);
+    if (i + kLanes <= end) {
+      add(0, i, kFull);
+      i += kLanes;
+    }
+    if (i < end) add(1, i, end - i);
+    for (int r = 0; r < kRows; ++r) {
+      total[r] += sum[r][0] + sum[r][1];
+      total_of_squares[r] += sum_of_squares[r][0] + sum_of_squares[r][1];
+    }
   }
-  if (i + kLanes <= n_cols) {
-    add(0, i, kFull);
-    i += kLanes;
-  }
-  if (i < n_cols) add(1, i, n_cols - i);
   const float inverse_n = 1.0f / static_cast<float>(n_cols);
   for (int r = 0; r < kRows; ++r) {
-    first[r] = reduce_add(sum[r][0] + sum[r][1]) * inverse_n;
-    second[r] = reduce_add(sum_of_squares[r][0] + sum_of_squares[r][1]) * inverse_n;
+    first[r] = reduce_add(total[r]) * inverse_n;
+    second[r] = reduce_add(total_of_squares[r]) * inverse_n;
   }
 }
 
