@@ -14,6 +14,7 @@ import argparse
 import codecs
 import collections
 import contextlib
+import contextvars
 import copy
 import errno
 import functools
@@ -23,6 +24,7 @@ import pickle
 import shutil
 import typing
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -32,10 +34,11 @@ from fairseq import checkpoint_utils
 from fairseq.distributed import utils as distributed_utils
 from fairseq.file_io import PathManager
 from fairseq.logging import meters
+from fairseq.models import ARCH_MODEL_REGISTRY
 from omegaconf import OmegaConf, open_dict
 
 from ls_plugin.errors import CheckpointError, UsageError
-from ls_plugin.models.transformer import PREFIX, stock_name
+from ls_plugin.names import PREFIX, stock_name
 
 logger = logging.getLogger(__name__)
 
@@ -384,13 +387,31 @@ def _renamed(part, name: str):
     return {**part, "_name": name}
 
 
+_models_as_twins: contextvars.ContextVar[bool] = contextvars.ContextVar("models_as_twins", default=False)
+
+
+@contextlib.contextmanager
+def models_as_twins() -> Iterator[None]:
+    """While it is active, a checkpoint of a stock model that has an ``ls_`` twin is loaded as one of the twin."""
+    token = _models_as_twins.set(True)
+    try:
+        yield
+    finally:
+        _models_as_twins.reset(token)
+
+
 def _with_ls_names(state: dict) -> dict:
     """A loaded state with the ``ls_`` names back in its configuration, so that the plugin's model runs it."""
-    cfg = state.get("cfg")
-    for part, name in state.get(_NAMES_KEY, {}).items():
+    cfg, names = state.get("cfg"), dict(state.get(_NAMES_KEY, {}))
+    if _models_as_twins.get():
+        old_args = state.get("args")  # where fairseq before 0.10.2 kept the configuration
+        if old_args is not None:
+            old_args.arch = _twin_name(old_args.arch)
+        if cfg is not None:
+            names["model"] = _twin_name(_name_of(cfg.model))
+    for part, name in names.items():
         current = cfg[part]
-        current_name = current._name if isinstance(current, argparse.Namespace) else current.get("_name")
-        if current_name != stock_name(name):
+        if _name_of(current) != stock_name(name):
             continue  # --model-overrides asks for another
         if isinstance(current, argparse.Namespace):
             vars(current).update(vars(_renamed(current, name)))
@@ -398,3 +419,13 @@ def _with_ls_names(state: dict) -> dict:
             with open_dict(cfg):
                 OmegaConf.update(cfg, f"{part}._name", name)
     return state
+
+
+def _name_of(part) -> str | None:
+    """The name in one part of a configuration; files of fairseq 0.10 may name a model by its ``arch`` alone."""
+    return getattr(part, "_name", None) or getattr(part, "arch", None)
+
+
+def _twin_name(name: str | None) -> str | None:
+    twin = f"{PREFIX}{name}"
+    return twin if twin in ARCH_MODEL_REGISTRY else name

@@ -22,6 +22,7 @@ from torch.multiprocessing import ProcessExitedException
 
 import ls_plugin
 from ls_plugin.errors import DataError, LightSeqError, UnsupportedError, UsageError
+from ls_plugin.names import PREFIX, stock_name
 
 PLUGIN_DIR = Path(ls_plugin.__path__[0])  # the very spelling that fairseq compares --user-dir with
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
@@ -163,11 +164,10 @@ def _check_arch(arguments: list[str]) -> None:
     """Raises UnsupportedError for an unknown ``--arch``, with the nearest names; argparse would list all of some 200."""
     for arch in _values(arguments, "--arch", *_SHORT_FLAGS["--arch"]):
         if arch not in models.ARCH_MODEL_REGISTRY:
-            ours = models.ARCH_MODEL_INV_REGISTRY["ls_transformer"]
-            near = difflib.get_close_matches(
-                arch, [*ours, *models.ARCH_MODEL_INV_REGISTRY["transformer"]], n=4, cutoff=0.5
-            )
-            raise UnsupportedError(f"--arch {arch}: unknown; did you mean {', '.join(near or ours)}?")
+            ours = [name for name in models.ARCH_MODEL_REGISTRY if name.startswith(PREFIX)]
+            near = difflib.get_close_matches(arch, [*ours, *map(stock_name, ours)], n=4, cutoff=0.5)
+            near = near or models.ARCH_MODEL_INV_REGISTRY["ls_transformer"]
+            raise UnsupportedError(f"--arch {arch}: unknown; did you mean {', '.join(near)}?")
 
 
 def _tell(command: str, error: BaseException, data: str = "") -> int:

@@ -1,0 +1,52 @@
+"""``ls_roberta``: fairseq's RoBERTa on the fused layers; classification heads are stock."""
+
+import torch.nn.functional as F
+from fairseq.models.roberta import model as stock
+from fairseq.models.transformer import TransformerConfig
+from fairseq.modules.transformer_sentence_encoder import init_bert_params
+from torch import Tensor
+
+from ls_plugin.models.transformer_encoder import LightSeqTransformerEncoder
+from ls_plugin.models.twins import Twin, fused_embedding, names_mean, register_twins
+from ls_plugin.modules import use_fused_modules
+
+
+class RobertaLMHead(stock.RobertaLMHead):
+    """Head for masked language modelling: dense, activation, layer norm, product with the embedding."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        use_fused_modules(self, "RobertaLMHead")
+
+    def forward(self, features: Tensor, masked_tokens: Tensor | None = None, **unused) -> Tensor:
+        """features (B, T, C), masked_tokens bool (B, T) -> logits (B, T, V), or of the n masked tokens alone (n, V)."""
+        if masked_tokens is not None:
+            features = features[masked_tokens]
+        x = self.layer_norm(self.activation_fn(self.dense(features)))
+        # The bias goes into the product: a pass of its own over the logits is the dearest of all.
+        return F.linear(x, self.weight, self.bias)
+
+
+class RobertaEncoder(stock.RobertaEncoder):
+    """RoBERTa's encoder with its head: the embedding, the layers and the head are ours."""
+
+    def build_embedding(self, vocab_size: int, embedding_dim: int, padding_idx: int):
+        return fused_embedding(super().build_embedding(vocab_size, embedding_dim, padding_idx))
+
+    def build_encoder(self, args, dictionary, embed_tokens):
+        encoder = LightSeqTransformerEncoder(TransformerConfig.from_namespace(args), dictionary, embed_tokens)
+        encoder.apply(init_bert_params)
+        return encoder
+
+    def build_lm_head(self, embed_dim: int, output_dim: int, activation_fn: str, weight):
+        return RobertaLMHead(embed_dim, output_dim, activation_fn, weight)
+
+
+@register_twins("roberta")
+class LightSeqRobertaModel(Twin, stock.RobertaModel):
+    """``--arch ls_roberta`` and the ``ls_`` twin of every architecture of fairseq's ``roberta``, ``xlm`` included."""
+
+    @classmethod
+    def build_model(cls, args, task):
+        with names_mean(stock, RobertaEncoder=RobertaEncoder):
+            return super().build_model(args, task)
