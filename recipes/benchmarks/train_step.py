@@ -37,7 +37,6 @@ import subprocess
 import sys
 import time
 import warnings
-import weakref
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,9 +53,9 @@ from fairseq import options, tasks  # noqa: E402
 from fairseq.data.language_pair_dataset import collate  # noqa: E402
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf  # noqa: E402
 from fairseq.trainer import Trainer  # noqa: E402
+from live_bytes import LiveBytes, storages  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-from torch.utils._pytree import tree_leaves  # noqa: E402
 
 import ls_plugin  # noqa: E402, F401 (registers ls_ names)
 
@@ -155,12 +154,6 @@ def step(trainer: Trainer, sample: dict, zero_grad: bool = True) -> Iterator[str
 
 
 # ---- Ops ----
-
-
-def storages(values) -> dict[int, torch.UntypedStorage]:
-    """The storages of all tensors in nested containers, by address of their C++ object."""
-    tensors = (value for value in tree_leaves(values) if isinstance(value, Tensor))
-    return {storage._cdata: storage for tensor in tensors for storage in (tensor.untyped_storage(),)}
 
 
 class OpCounter(TorchDispatchMode):
@@ -264,38 +257,6 @@ def measure_time(args: argparse.Namespace) -> dict:
 
 
 # ---- Memory ----
-
-
-class LiveBytes(TorchDispatchMode):
-    """Follows the storages that ops allocate until they are freed: ``live`` bytes now, ``peak`` since it was last set."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live = self.peak = 0
-        self.watched: dict[int, weakref.ref] = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        given = storages((args, kwargs))
-        for key, storage in storages(result).items():
-            if key not in given and key not in self.watched:
-                self.watch(key, storage)
-        return result
-
-    def watch(self, key: int, storage: torch.UntypedStorage) -> None:
-        n_bytes = storage.nbytes()
-
-        def freed(_) -> None:
-            self.live -= n_bytes
-            del self.watched[key]
-
-        self.watched[key] = weakref.ref(storage, freed)
-        self.live += n_bytes
-        self.peak = max(self.peak, self.live)
-
-    def bytes_of(self, tensors) -> int:
-        """Of what it follows, the bytes that these tensors hold."""
-        return sum(storage.nbytes() for key, storage in storages(tensors).items() if key in self.watched)
 
 
 def saved_storages(loss: Tensor) -> dict[int, torch.UntypedStorage]:
