@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-ALIGNMENT_BYTES = 64  # of every parameter: a cache line, and a multiple of any vector load
+from ls_plugin import packing
+
+ALIGNMENT_BYTES = 64  # of every parameter or pack of them: a cache line, and a multiple of any vector load
 
 # The hook of each parameter that an engine owns. Kept here, not on the parameter, so that modules can still be pickled.
 _hooks = WeakTensorKeyDictionary()
@@ -35,22 +37,27 @@ class ContiguousBuffer:
     Args:
         params: leaf tensors of any shapes.  Their ``data``, and ``grad`` where present, move into the buffers.
     Attributes:
+        params: in the order of the buffers, which is the given one but for packs (``ls_plugin.packing``): their members follow one
+            another without gaps.
         param, grad: (n,) in the parameters' dtype; gaps left by alignment stay zero.
-        offsets: first element of each parameter.
+        offsets: first element of each parameter, ascending.
     """
 
     def __init__(self, params: list[Tensor]):
-        self.params = params
         alignment = ALIGNMENT_BYTES // params[0].element_size()
-        self.offsets, n_elem = [], 0
-        for p in params:
-            self.offsets.append(n_elem)
-            n_elem += -(-p.numel() // alignment) * alignment
+        self.params, self.offsets, n_elem = [], [], 0
+        for unit in packing.units(params):
+            for p in unit:
+                self.params.append(p)
+                self.offsets.append(n_elem)
+                n_elem += p.numel()
+            n_elem = -(-n_elem // alignment) * alignment
         self.n_elem = n_elem
-        self.param = params[0].data.new_zeros(n_elem)
+        # The allocation is longer than any parameter: one that fills its storage alone may be moved by packing.
+        self.param = params[0].data.new_zeros(n_elem + alignment)[:n_elem]
         self.grad = torch.zeros_like(self.param)
-        self._grad_views = [self.view(self.grad, i) for i in range(len(params))]
-        for i, p in enumerate(params):
+        self._grad_views = [self.view(self.grad, i) for i in range(len(self.params))]
+        for i, p in enumerate(self.params):
             home = self.view(self.param, i)
             home.copy_(p.data)
             p.data = home
