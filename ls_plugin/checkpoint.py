@@ -6,8 +6,8 @@
   stays on, and a checkpoint that cannot be read is an error that says why, never a silent start from scratch.
 - Saving: a file is written beside its final name, flushed to disk and renamed, so an interrupt, a crash or a full disk leaves the
   checkpoint that was there. fairseq's copies (``checkpoint_best.pt``, ``checkpoint_last.pt``) too.
-- Names: the checkpoint stores the stock names of architecture, criterion and optimizer, so ``fairseq-generate`` reads it without the
-  plugin, and beside them the ``ls_`` names, which come back when the plugin loads it.
+- Names: the checkpoint stores the stock names of architecture, criterion and optimizer and only flags that stock has, so fairseq reads it
+  without the plugin, and beside them the ``ls_`` names and flags, which come back when the plugin loads it.
 """
 
 import argparse
@@ -17,7 +17,6 @@ import contextlib
 import contextvars
 import copy
 import errno
-import functools
 import logging
 import os
 import pickle
@@ -31,6 +30,7 @@ import numpy as np
 import omegaconf
 import torch
 from fairseq import checkpoint_utils
+from fairseq.criterions import CRITERION_DATACLASS_REGISTRY
 from fairseq.distributed import utils as distributed_utils
 from fairseq.file_io import PathManager
 from fairseq.logging import meters
@@ -39,10 +39,12 @@ from omegaconf import OmegaConf, open_dict
 
 from ls_plugin.errors import CheckpointError, UsageError
 from ls_plugin.names import PREFIX, stock_name
+from ls_plugin.rebinding import wrap
 
 logger = logging.getLogger(__name__)
 
 _NAMES_KEY = "ls_plugin"  # where a checkpoint keeps the ls_ names
+_FIELDS_KEY = "ls_plugin_fields"  # and the flags that stock does not have
 # What torch's readers and fairseq's upgrade of old states raise on damaged or foreign files, found by damaging files.
 _LOADING_ERRORS = (
     pickle.UnpicklingError,
@@ -61,16 +63,10 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 def install() -> None:
     """Makes fairseq load and save checkpoints through this module.  Calling it again changes nothing."""
     torch.serialization.add_safe_globals(_safe_globals())
-    if checkpoint_utils.PathManager is AtomicPathManager:
-        return
-    for name, wrapper in (
-        ("load_checkpoint", _load_checkpoint),
-        ("load_checkpoint_to_cpu", _load_checkpoint_to_cpu),
-        ("load_ema_from_checkpoint", _load_ema_from_checkpoint),
-        ("torch_persistent_save", _torch_persistent_save),
-    ):
-        stock = getattr(checkpoint_utils, name)
-        setattr(checkpoint_utils, name, functools.wraps(stock)(functools.partial(wrapper, stock)))
+    wrap(checkpoint_utils, "load_checkpoint", _load_checkpoint)
+    wrap(checkpoint_utils, "load_checkpoint_to_cpu", _load_checkpoint_to_cpu)
+    wrap(checkpoint_utils, "load_ema_from_checkpoint", _load_ema_from_checkpoint)
+    wrap(checkpoint_utils, "torch_persistent_save", _torch_persistent_save)
     checkpoint_utils.PathManager = AtomicPathManager
 
 
@@ -367,17 +363,23 @@ def _n_bytes(obj) -> int:
 
 
 def _with_stock_names(state):
-    """A state to save, with the stock names in its configuration and the ``ls_`` names beside it."""
+    """A state to save, with the stock names and flags in its configuration and the ``ls_`` ones beside it."""
     cfg = state.get("cfg") if isinstance(state, dict) else None
     if not isinstance(cfg, dict):
         return state
-    names = {}
+    names, own_fields = {}, {}
     for part in ("model", "criterion", "optimizer"):
         fields = vars(cfg[part]) if isinstance(cfg.get(part), argparse.Namespace) else cfg.get(part) or {}
         if str(fields.get("_name")).startswith(PREFIX):
             names[part] = fields["_name"]
-            cfg = {**cfg, part: _renamed(cfg[part], stock_name(names[part]))}
-    return {**state, "cfg": cfg, _NAMES_KEY: names} if names else state
+            stock = _renamed(cfg[part], stock_name(names[part]))
+            dataclass = CRITERION_DATACLASS_REGISTRY.get(stock["_name"]) if part == "criterion" else None
+            if dataclass:  # fairseq builds it from these fields, and refuses others
+                known = dataclass.__dataclass_fields__
+                own_fields[part] = {name: value for name, value in stock.items() if name not in known}
+                stock = {name: value for name, value in stock.items() if name in known}
+            cfg = {**cfg, part: stock}
+    return {**state, "cfg": cfg, _NAMES_KEY: names, _FIELDS_KEY: own_fields} if names else state
 
 
 def _renamed(part, name: str):
@@ -401,7 +403,7 @@ def models_as_twins() -> Iterator[None]:
 
 
 def _with_ls_names(state: dict) -> dict:
-    """A loaded state with the ``ls_`` names back in its configuration, so that the plugin's model runs it."""
+    """A loaded state with the ``ls_`` names and flags back in its configuration, so that the plugin's model runs it."""
     cfg, names = state.get("cfg"), dict(state.get(_NAMES_KEY, {}))
     if _models_as_twins.get():
         old_args = state.get("args")  # where fairseq before 0.10.2 kept the configuration
@@ -417,7 +419,8 @@ def _with_ls_names(state: dict) -> dict:
             vars(current).update(vars(_renamed(current, name)))
         else:
             with open_dict(cfg):
-                OmegaConf.update(cfg, f"{part}._name", name)
+                for field, value in {"_name": name, **state.get(_FIELDS_KEY, {}).get(part, {})}.items():
+                    OmegaConf.update(cfg, f"{part}.{field}", value)
     return state
 
 

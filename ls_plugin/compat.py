@@ -15,7 +15,6 @@ import inspect
 import re
 import types
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
 
 import numpy as np
 from fairseq import checkpoint_utils, options
@@ -24,6 +23,7 @@ from fairseq.modules import dynamic_crf_layer
 from omegaconf import DictConfig, open_dict
 
 from ls_plugin.errors import UnsupportedError
+from ls_plugin.rebinding import wrap
 
 # fairseq's modules that use a name which some numpy has removed
 _MODULES_WITH_OLD_NUMPY = (data_utils, language_pair_dataset, token_block_dataset, dynamic_crf_layer)
@@ -32,19 +32,12 @@ _SIDES = ("encoder", "decoder")
 
 def install() -> None:
     """Makes fairseq run on this Python, numpy and torch.  Calling it again changes nothing."""
-    _wrap(options, "parse_args_and_arch", _parse_args_and_arch)
-    _wrap(checkpoint_utils, "prune_state_dict", _prune_state_dict)
+    wrap(options, "parse_args_and_arch", _parse_args_and_arch)
+    wrap(checkpoint_utils, "prune_state_dict", _prune_state_dict)
     removed = _removed_from_numpy()
     if removed:
         for module in _MODULES_WITH_OLD_NUMPY:
             module.np = OldNumpy(removed)
-
-
-def _wrap(module: types.ModuleType, name: str, wrapper: Callable) -> None:
-    """Rebinds ``module.name`` to ``wrapper``, which gets the stock function as its first argument."""
-    stock = getattr(module, name)
-    if not (isinstance(stock, functools.partial) and stock.func is wrapper):
-        setattr(module, name, functools.wraps(stock)(functools.partial(wrapper, stock)))
 
 
 # --- command line

@@ -73,6 +73,11 @@ def linear_cross_entropy(
     return (loss, nll) if reduction == "sum" else (loss.view(shape), nll.view(shape))
 
 
+def block_rows(n_classes: int) -> int:
+    """Rows of the logits that are in memory at once: by the sizes alone, so that equal inputs give equal bits."""
+    return max(_MIN_BLOCK_ROWS, _BLOCK_ELEMENTS // n_classes)
+
+
 class _Sum(torch.autograd.Function):
     """The gradients are made in the forward, for a factor of one, and multiplied in the backward."""
 
@@ -169,11 +174,10 @@ def _forward_blocks(kernels, x, weight, target, token_weight, epsilon, ignore_in
     if n_rows == 0:
         grad_weight.zero_()
     grad_scale = _FP16_GRAD_SCALE if x.dtype == torch.float16 else 1.0
-    # By the sizes alone, so that equal inputs give equal bits.
-    block_rows = max(_MIN_BLOCK_ROWS, _BLOCK_ELEMENTS // n_classes)
-    memory = x.new_empty((min(block_rows, n_rows), n_classes))
-    for begin in range(0, n_rows, block_rows):
-        rows = slice(begin, min(begin + block_rows, n_rows))
+    step = block_rows(n_classes)
+    memory = x.new_empty((min(step, n_rows), n_classes))
+    for begin in range(0, n_rows, step):
+        rows = slice(begin, min(begin + step, n_rows))
         logits = memory[: rows.stop - begin]
         torch.mm(x[rows], weight.t(), out=logits)
         loss[rows], nll[rows] = kernels.label_smoothed_cross_entropy_forward.default(

@@ -1,10 +1,11 @@
-"""ls_label_smoothed_cross_entropy against fairseq's criterion: values, gradients, logging, for every option."""
+"""The criterions against fairseq's: values, gradients, logging, for every option. tests/train/test_fused_projection.py has the other way."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
 from fairseq.criterions import CRITERION_REGISTRY
+from fairseq.criterions.cross_entropy import CrossEntropyCriterion as StockCrossEntropy
 from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEntropyCriterion as StockCriterion
 from fairseq.distributed import ModuleProxyWrapper
 from fairseq.logging import metrics
@@ -12,7 +13,8 @@ from fairseq.models import BaseFairseqModel, FairseqDecoder
 from fairseq.trainer import Trainer
 from torch import nn
 
-from ls_plugin.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEntropyCriterion, _refuse_unless_softmax
+from ls_plugin.criterions import CrossEntropyCriterion, LabelSmoothedCrossEntropyCriterion
+from ls_plugin.criterions.token_loss import refuse_unless_softmax
 from ls_plugin.errors import UnsupportedError
 
 PAD, V = 1, 37  # a vocabulary that is a multiple of nothing
@@ -53,7 +55,8 @@ def make_sample(batch=3, length=5):
 
 
 def run(cls, sample, logits, reduce=True, sentence_avg=False, **options):
-    criterion = cls(task(), sentence_avg, **{"label_smoothing": 0.1, **options})
+    smoothing = {"label_smoothing": 0.1} if issubclass(cls, StockCriterion) else {}
+    criterion = cls(task(), sentence_avg, **{**smoothing, **options})
     model = Model(logits.clone())
     loss, sample_size, logged = criterion(model, sample, reduce=reduce)
     weights = torch.linspace(0.5, 2.0, loss.numel()).view(
@@ -76,14 +79,20 @@ OPTIONS = {
 }
 
 
+SMOOTHED = (LabelSmoothedCrossEntropyCriterion, StockCriterion)
+PLAIN = (CrossEntropyCriterion, StockCrossEntropy)
+CASES = {name: (*SMOOTHED, options) for name, options in OPTIONS.items()}
+CASES |= {f"plain_{name}": (*PLAIN, OPTIONS[name]) for name in ("default", "sentence_avg", "per_token")}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-def test_equals_stock(options, dtype):
+@pytest.mark.parametrize("cls, stock, options", CASES.values(), ids=CASES.keys())
+def test_equals_stock(cls, stock, options, dtype):
     sample = make_sample()
     torch.manual_seed(1)
     logits = (3 * torch.randn(3, 5, V)).to(dtype)
-    stock_loss, stock_size, stock_logged, stock_grad = run(StockCriterion, sample, logits, **options)
-    loss, size, logged, grad = run(LabelSmoothedCrossEntropyCriterion, sample, logits, **options)
+    stock_loss, stock_size, stock_logged, stock_grad = run(stock, sample, logits, **options)
+    loss, size, logged, grad = run(cls, sample, logits, **options)
 
     assert loss.shape == stock_loss.shape
     torch.testing.assert_close(loss.float(), stock_loss.float(), rtol=1e-5, atol=1e-5)
@@ -131,11 +140,14 @@ def test_tiny_and_empty_batches(batch, length):
     assert logged["total"] == batch * length
 
 
-def test_metrics_are_reduced_as_stock_reduces_them():
+@pytest.mark.parametrize(
+    "pair, options", [(SMOOTHED, {"report_accuracy": True}), (PLAIN, {"sentence_avg": True}), (PLAIN, {})]
+)
+def test_metrics_are_reduced_as_stock_reduces_them(pair, options):
     sample = make_sample()
     smoothed = []
-    for cls in (StockCriterion, LabelSmoothedCrossEntropyCriterion):
-        logged = run(cls, sample, torch.ones(3, 5, V).cumsum(-1), report_accuracy=True)[2]
+    for cls in pair:
+        logged = run(cls, sample, torch.ones(3, 5, V).cumsum(-1), **options)[2]
         with metrics.aggregate(new_root=True) as aggregator:
             cls.reduce_metrics([logged, logged])
         smoothed.append(aggregator.get_smoothed_values())
@@ -147,8 +159,10 @@ def test_metrics_are_reduced_as_stock_reduces_them():
 def test_adaptive_softmax_is_refused():
     model = Model(torch.randn(3, 5, V))
     model.decoder.adaptive_softmax = nn.Identity()
-    with pytest.raises(UnsupportedError, match=r"--adaptive-softmax-cutoff.*--criterion adaptive_loss"):
-        LabelSmoothedCrossEntropyCriterion(task(), False, 0.1)(model, make_sample())
+    for criterion in (LabelSmoothedCrossEntropyCriterion(task(), False, 0.1), CrossEntropyCriterion(task(), False)):
+        message = rf"--criterion ls_{criterion.twin}: --adaptive-softmax-cutoff.*--criterion adaptive_loss"
+        with pytest.raises(UnsupportedError, match=message):
+            criterion(model, make_sample())
 
 
 def test_models_with_their_own_probabilities_are_refused():
@@ -183,9 +197,10 @@ def test_the_trainer_refuses_before_the_first_update():
 def test_wrappers_for_distributed_training_pass_the_check():
     parallel = nn.Module()  # DistributedDataParallel keeps the model so, too
     parallel.module = Model(torch.randn(3, 5, V))
-    _refuse_unless_softmax(ModuleProxyWrapper(parallel))
+    refuse_unless_softmax(ModuleProxyWrapper(parallel), "cross_entropy")
 
 
-def test_class_name_is_stock_so_that_checkpoints_resume():
-    names = {CRITERION_REGISTRY[f"{prefix}label_smoothed_cross_entropy"].__name__ for prefix in ("", "ls_")}
-    assert names == {"LabelSmoothedCrossEntropyCriterion"}
+@pytest.mark.parametrize("stock", [StockCriterion, StockCrossEntropy])
+def test_class_name_is_stock_so_that_checkpoints_resume(stock):
+    (name,) = (name for name, cls in CRITERION_REGISTRY.items() if cls is stock)
+    assert CRITERION_REGISTRY[f"ls_{name}"].__name__ == stock.__name__
