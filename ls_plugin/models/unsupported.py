@@ -1,6 +1,5 @@
 """Which model flags the fused layers do not honour, and why: one function answers for all of them and all models."""
 
-import functools
 import re
 from argparse import Namespace
 
@@ -9,6 +8,7 @@ from fairseq.utils import get_available_activation_fns
 
 from ls_plugin.errors import UnsupportedError
 from ls_plugin.names import stock_name
+from ls_plugin.rebinding import wrap
 
 # relu_squared is no choice of --activation-fn but works when a configuration sets it; swish does not (fairseq hands out a class).
 ACTIVATIONS = (*get_available_activation_fns(), "relu_squared")
@@ -74,19 +74,15 @@ def refuse_unsupported(args: Namespace, stock_model: str) -> None:
 
 def install() -> None:
     """Makes fairseq's trainer refuse what only the whole configuration tells.  Calling it again changes nothing."""
-    if not hasattr(Trainer.__init__, "_refuses_quantization"):
-        stock = Trainer.__init__
+    wrap(Trainer, "__init__", _checked_trainer_init)
 
-        @functools.wraps(stock)
-        def checked(self, cfg, task, model, *args, **kwargs):
-            path = cfg.common.quantization_config_path
-            if path and hasattr(model, "stock_model"):
-                arch = _value(cfg.model, "_name") or f"ls_{model.stock_model}"
-                raise UnsupportedError(_message(arch, [f"{_flag('quantization_config_path')} {path}: {_QUANTIZED}"]))
-            stock(self, cfg, task, model, *args, **kwargs)
 
-        checked._refuses_quantization = True
-        Trainer.__init__ = checked
+def _checked_trainer_init(stock, self, cfg, task, model, *args, **kwargs):
+    path = cfg.common.quantization_config_path
+    if path and hasattr(model, "stock_model"):
+        arch = _value(cfg.model, "_name") or f"ls_{model.stock_model}"
+        raise UnsupportedError(_message(arch, [f"{_flag('quantization_config_path')} {path}: {_QUANTIZED}"]))
+    stock(self, cfg, task, model, *args, **kwargs)
 
 
 def _message(arch: str, reasons: list[str]) -> str:

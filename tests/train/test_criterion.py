@@ -190,8 +190,9 @@ def test_models_with_their_own_probabilities_are_refused():
 def test_the_trainer_refuses_before_the_first_update():
     model = Model(torch.randn(3, 5, V))
     model.decoder.adaptive_softmax = nn.Identity()
+    cfg = SimpleNamespace(common=SimpleNamespace(quantization_config_path=None))
     with pytest.raises(UnsupportedError, match="--adaptive-softmax-cutoff"):
-        Trainer(None, task(), model, LabelSmoothedCrossEntropyCriterion(task(), False, 0.1))
+        Trainer(cfg, task(), model, LabelSmoothedCrossEntropyCriterion(task(), False, 0.1))
 
 
 def test_wrappers_for_distributed_training_pass_the_check():

@@ -345,7 +345,7 @@ def configuration(world_size=1, ddp_backend="pytorch_ddp", find_unused_parameter
     parallel = SimpleNamespace(
         distributed_world_size=world_size, ddp_backend=ddp_backend, find_unused_parameters=find_unused_parameters
     )
-    return SimpleNamespace(distributed_training=parallel)
+    return SimpleNamespace(distributed_training=parallel, common=SimpleNamespace(quantization_config_path=None))
 
 
 def test_the_trainer_refuses_before_the_first_update(monkeypatch):
