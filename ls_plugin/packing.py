@@ -22,6 +22,9 @@ _blocks = WeakTensorKeyDictionary()  # parameter -> StorageWeakRef of the block 
 # 11. A view keeps its memory, so nothing else can come to lie in its place; what was replaced by model.half() goes at the next call.
 _views: dict[int, tuple[weakref.ref, list[tuple], Tensor]] = {}
 
+# id of a parameter -> (weak reference to it, weak reference to the engine that owns it, its index there)
+_owners: dict[int, tuple[weakref.ref, weakref.ref, int]] = {}
+
 
 def declare(params: Sequence[nn.Parameter]) -> None:
     """Notes that these parameters, in this order, shall be one block of memory.  Nothing moves yet.
@@ -91,6 +94,36 @@ def units(params: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
         groups.append(pack if whole else [p])
         placed.update(map(id, groups[-1]))
     return groups
+
+
+def set_owner(params: Sequence[nn.Parameter], owner) -> None:
+    """Notes whose gradient buffer the parameters have a place in, by index: ``owner.claim_grad(first, n)`` answers for n neighbours."""
+    owner = weakref.ref(owner)
+    for i, p in enumerate(params):
+        key = id(p)
+        _owners[key] = (weakref.ref(p, lambda _, key=key: _owners.pop(key, None)), owner, i)
+
+
+def claim_grad(params: Sequence[nn.Parameter]) -> Tensor | None:
+    """The place of the parameters' gradients in the buffer of the engine that owns them, for a backward to write them there.
+
+    What was written is handed to autograd as it is, which makes it ``p.grad`` without a copy. A place is given once until the gradients are
+    reset, and only while the parameters have none, so gradients that accumulate, or come from several nodes, never meet in it.
+
+    Returns:
+        (sum of shape[0], *shape[1:]), contiguous, contents undefined; None where the parameters have no such place together, or it is taken.
+    """
+    owner = first = None
+    for i, p in enumerate(params):
+        entry = _owners.get(id(p))
+        if entry is None or p.grad is not None or entry[0]() is not p:
+            return None
+        if i == 0:
+            owner, first = entry[1], entry[2]
+        elif entry[1] is not owner or entry[2] != first + i:
+            return None
+    owner = owner()
+    return None if owner is None else owner.claim_grad(first, len(params))
 
 
 def _pack_of(p: Tensor) -> list[Tensor]:

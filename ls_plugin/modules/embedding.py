@@ -1,9 +1,13 @@
-"""Token embedding that names a bad token id."""
+"""Token embedding on the fused op: scale, positions, layer norm and dropout with it; and an error that names a bad token id."""
 
 import torch
+from fairseq.modules import LearnedPositionalEmbedding, SinusoidalPositionalEmbedding
 from torch import Tensor, nn
 
+from ls_plugin import ops
 from ls_plugin.errors import TokenIdError
+from ls_plugin.modules.dropout import Dropout
+from ls_plugin.modules.swap import has_hooks
 
 
 class TokenEmbedding(nn.Embedding):
@@ -27,9 +31,35 @@ class TokenEmbedding(nn.Embedding):
         try:
             return super().forward(tokens)
         except IndexError:
-            outside = tokens[(tokens < 0) | (tokens >= self.num_embeddings)]
-            if outside.numel() == 0:
-                raise
+            self._refuse_bad_ids(tokens)
+            raise
+
+    def with_positions(
+        self, tokens: Tensor, table: Tensor | None, scale: float, norm: nn.LayerNorm | None, dropout: Dropout
+    ) -> Tensor:
+        """dropout(norm(scale * weight[tokens] + table[position])), (B, T) -> (B, T, C); positions are counted by fairseq's rule.
+
+        Raises:
+            TokenIdError: an id outside [0, V).  RuntimeError: a sentence longer than the table.
+        """
+        try:
+            return ops.embedding(
+                tokens,
+                self.weight,
+                table,
+                self.padding_idx,
+                scale,
+                dropout.p,
+                dropout.active,
+                None if norm is None else (norm.weight, norm.bias, norm.eps),
+            )
+        except RuntimeError:
+            self._refuse_bad_ids(tokens)
+            raise
+
+    def _refuse_bad_ids(self, tokens: Tensor) -> None:
+        outside = tokens[(tokens < 0) | (tokens >= self.num_embeddings)]
+        if outside.numel() > 0:
             raise TokenIdError(
                 f"embedding: tokens must lie in [0, {self.num_embeddings}), the size of the dictionary, got {outside[0].item()} "
                 f"({outside.numel()} of {tokens.numel()} ids are outside); was the data preprocessed with another dictionary? "
@@ -40,3 +70,29 @@ class TokenEmbedding(nn.Embedding):
 def is_plain_embedding(module: nn.Module) -> bool:
     """Whether a module is the ``nn.Embedding`` that fairseq builds by default, and not an adaptive or quantised one."""
     return type(module) is nn.Embedding and isinstance(module.weight, torch.nn.Parameter)
+
+
+def can_be_one_op(embedding: nn.Module, positions: nn.Module | None) -> bool:
+    """Whether :meth:`TokenEmbedding.with_positions` stands for both modules: of known types, without hooks."""
+    if type(embedding) is not TokenEmbedding or has_hooks(embedding):
+        return False
+    known = (LearnedPositionalEmbedding, SinusoidalPositionalEmbedding)
+    return positions is None or (type(positions) in known and not has_hooks(positions))
+
+
+def position_table(module: nn.Module | None, length: int, like: Tensor) -> Tensor | None:
+    """The table (n_positions, C) that fairseq's module of positions looks up; sinusoidal ones grow as sentences do.
+
+    Args:
+        length: of the longest sentence.  like: tells dtype and device.
+    """
+    if module is None:
+        return None
+    if isinstance(module, LearnedPositionalEmbedding):
+        return module.weight
+    n_positions = module.padding_idx + 1 + length
+    if module.weights is None or module.weights.size(0) < n_positions:
+        module.weights = module.get_embedding(n_positions, module.embedding_dim, module.padding_idx)
+    if module.weights.dtype != like.dtype or module.weights.device != like.device:
+        module.weights = module.weights.to(like)
+    return module.weights

@@ -26,3 +26,10 @@ def use_fused_modules(module: nn.Module, stock_name: str) -> None:
 def _is_layer_norm(module: nn.Module) -> bool:
     """torch's layer norm, or the one of apex that fairseq takes where a GPU and apex are present."""
     return type(module) is nn.LayerNorm or type(module).__name__ == "FusedLayerNorm"
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether calling the module does more than its ``forward``."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )

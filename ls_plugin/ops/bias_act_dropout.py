@@ -12,8 +12,8 @@ from ls_plugin.reference.bias_act_dropout import ACTIVATIONS
 
 _OP = "bias_act_dropout"
 # Activation, kernels/common/params.h
-_CODES = {"relu": 0, "gelu": 1, "gelu_accurate": 2, "gelu_fast": 2, "tanh": 3, "relu_squared": 4}
-_SAVE_OUTPUT = (_CODES["relu"], _CODES["tanh"])
+ACTIVATION_CODES = {"relu": 0, "gelu": 1, "gelu_accurate": 2, "gelu_fast": 2, "tanh": 3, "relu_squared": 4}
+SAVES_OUTPUT = (ACTIVATION_CODES["relu"], ACTIVATION_CODES["tanh"])
 
 
 def bias_act_dropout(x: Tensor, bias: Tensor | None, activation: str, p: float, training: bool = True) -> Tensor:
@@ -45,7 +45,7 @@ def bias_act_dropout(x: Tensor, bias: Tensor | None, activation: str, p: float, 
     if not _library.has_kernel(x):
         _check(x, bias)
         return reference.bias_act_dropout(x, bias, activation, p, seed, offset)
-    return _forward(x.contiguous(), bias, _CODES[activation], p, seed, offset)
+    return _forward(x.contiguous(), bias, ACTIVATION_CODES[activation], p, seed, offset)
 
 
 def _check(x, bias):
@@ -65,7 +65,7 @@ def _backward_fake(grad_y, saved, bias, activation, p, seed, offset, needs_bias_
 
 def _setup_context(ctx, inputs, output):
     x, bias, ctx.activation, ctx.p, seed, ctx.offset = inputs
-    if ctx.activation in _SAVE_OUTPUT:
+    if ctx.activation in SAVES_OUTPUT:
         ctx.save_for_backward(output, None, seed)
     else:
         ctx.save_for_backward(x, bias, seed)

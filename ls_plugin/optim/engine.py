@@ -2,8 +2,9 @@
 
 ``p.data`` is a view of the parameter buffer, at an offset fixed for the life of the engine; freezing a parameter later changes
 nothing for the others. ``p.grad`` is a view of the gradient buffer, or None as long as the parameter has got no gradient: what
-is None, is untouched by the step, as in stock fairseq. ``zero_grad`` sets None and writes nothing; the first gradient after it is
-copied into place (a read and a write, where zeroing and accumulating took two of each), later ones accumulate there.
+is None, is untouched by the step, as in stock fairseq. ``zero_grad`` sets None and writes nothing. The first gradient after it is written
+into its place by the layers (``packing.claim_grad``); what autograd allocated elsewhere is copied there, large ones at once, the many small
+ones together before the step. Later gradients accumulate.
 """
 
 import dataclasses
@@ -16,6 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ls_plugin import packing
 
+_LARGE = 1 << 16  # elements of a gradient that is not left where autograd put it until the step
 ALIGNMENT_BYTES = 64  # of every parameter or pack of them: a cache line, and a multiple of any vector load
 
 # The hook of each parameter that an engine owns. Kept here, not on the parameter, so that modules can still be pickled.
@@ -61,6 +63,8 @@ class ContiguousBuffer:
             home = self.view(self.param, i)
             home.copy_(p.data)
             p.data = home
+        self._claimed = bytearray(len(self.params))
+        packing.set_owner(self.params, self)
         self.adopt_foreign_grads()
         self._install_hooks()
 
@@ -76,31 +80,47 @@ class ContiguousBuffer:
         def adopt(index: int) -> None:
             owner = engine()
             if owner is not None:
-                owner._adopt(index)
+                owner._adopt((index,))
 
         for i, p in enumerate(self.params):
             if p in _hooks:
                 _hooks.pop(p).remove()
-            if p.requires_grad:
+            if p.numel() >= _LARGE:
                 _hooks[p] = p.register_post_accumulate_grad_hook(lambda _, i=i: adopt(i))
 
-    def _adopt(self, index: int) -> None:
-        """Copies a gradient that autograd or somebody else allocated into the buffer, and makes ``p.grad`` the view again."""
-        p, home = self.params[index], self._grad_views[index]
-        if p.grad is home:
-            return
-        if p.grad.is_sparse:
-            raise RuntimeError(
-                f"ls_adam: gradients must be dense, got a sparse one of shape {tuple(p.grad.shape)}; build the embedding with sparse=False"
-            )
-        home.copy_(p.grad.detach())
-        p.grad = home
+    def claim_grad(self, first: int, n: int) -> Tensor | None:
+        """The place of the gradients of n neighbours, as one tensor, or None if they are not adjacent or it was given away already."""
+        last = first + n - 1
+        begin, end = self.offsets[first], self.offsets[last] + self.params[last].numel()
+        shape = self.params[first].shape
+        rows = sum(p.shape[0] for p in self.params[first : last + 1])
+        if any(self._claimed[first : last + 1]) or end - begin != rows * shape[1:].numel():
+            return None
+        self._claimed[first : last + 1] = b"\1" * n
+        return self.grad[begin:end].view(rows, *shape[1:])
+
+    def _adopt(self, indices) -> None:
+        """Brings the gradients of these parameters, wherever they lie, into the buffer, and makes ``p.grad`` the view again."""
+        foreign, homes = [], []
+        for i in indices:
+            p, home = self.params[i], self._grad_views[i]
+            grad = p.grad
+            if grad is home:
+                continue
+            if grad.is_sparse:
+                raise RuntimeError(
+                    f"ls_adam: gradients must be dense, got a sparse one of shape {tuple(grad.shape)}; build the embedding with sparse=False"
+                )
+            if grad.data_ptr() != home.data_ptr() or grad.stride() != home.stride():
+                foreign.append(grad.detach())
+                homes.append(home)
+            p.grad = home
+        if foreign:
+            torch._foreach_copy_(homes, foreign)
 
     def adopt_foreign_grads(self) -> None:
-        """As :meth:`_adopt` for every parameter: distributed wrappers put tensors of their own into ``p.grad``."""
-        for i, p in enumerate(self.params):
-            if p.grad is not None:
-                self._adopt(i)
+        """Brings all gradients into the buffer: those that autograd, distributed wrappers or somebody else put elsewhere."""
+        self._adopt(i for i, p in enumerate(self.params) if p.grad is not None)
 
     def has_foreign_grad(self) -> bool:
         return any(
@@ -108,6 +128,7 @@ class ContiguousBuffer:
         )
 
     def zero_grad(self) -> None:
+        self._claimed = bytearray(len(self.params))
         for p in self.params:
             p.grad = None
 

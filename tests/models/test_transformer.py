@@ -58,6 +58,7 @@ def test_forward_and_gradients_equal_stock(build_twins, batch, options):
     ours.load_state_dict(stock.state_dict(), strict=True)
     stock.load_state_dict(ours.state_dict(), strict=True)
 
+    ours.decoder.attention_in_training = True
     outputs = []
     for model in (stock, ours):
         model.train()
