@@ -65,9 +65,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(LS_NAMESPACE, m) {
       "fused_attention_forward(Tensor q, Tensor k, Tensor v, Tensor? key_padding_mask, Tensor? bias, bool causal, float scale,"
       " float p, Tensor? seed, int offset) -> (Tensor out, Tensor lse)");
   m.def(
-      "fused_attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor lse, Tensor? key_padding_mask, Tensor? "
-      "bias,"
-      " bool causal, float scale, float p, Tensor? seed, int offset) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)");
+      "fused_attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor lse, Tensor? key_padding_mask,"
+      " Tensor? bias, bool causal, float scale, float p, Tensor? seed, int offset, Tensor(a!) grad_q, Tensor(b!) grad_k,"
+      " Tensor(c!) grad_v) -> ()");
   m.def(
       "adam_step(Tensor(a!) param, Tensor(b!) grad, Tensor(c!) exp_avg, Tensor(d!) exp_avg_sq, Tensor(e!)? param_copy,"
       " Tensor(f!)? param_low, Tensor? grad_scale, Tensor? overflow, float lr, float beta1, float beta2, float eps,"

@@ -78,8 +78,6 @@ Tensor new_in_order_of(const Tensor& like) {
   return empty_strided(like, like.sizes().data(), strides, 4, like.scalar_type());
 }
 
-HeadStrides strides_of(const Tensor& t) { return {t.stride(0), t.stride(1), t.stride(2)}; }
-
 }  // namespace
 
 std::tuple<Tensor, Tensor> fused_attention_forward(const Tensor& q, const Tensor& k, const Tensor& v,
@@ -89,17 +87,16 @@ std::tuple<Tensor, Tensor> fused_attention_forward(const Tensor& q, const Tensor
   FusedAttentionForward a{};
   set_inputs(a, q, k, v, key_padding_mask, bias, causal, scale, p, seed, offset);
   Tensor out = new_in_order_of(q), lse = new_empty(q, {a.n_batch, a.n_heads, a.n_rows}, ScalarType::Float);
-  a.out = out.mutable_data_ptr(), a.out_strides = strides_of(out);
+  a.out = out.mutable_data_ptr(), a.out_strides = {out.stride(0), out.stride(1), out.stride(2)};
   a.lse = static_cast<float*>(lse.mutable_data_ptr());
   cpu::fused_attention_forward(a);
   return {out, lse};
 }
 
-std::tuple<Tensor, Tensor, Tensor> fused_attention_backward(const Tensor& grad_out, const Tensor& q, const Tensor& k,
-                                                            const Tensor& v, const Tensor& lse,
-                                                            const OptionalTensor& key_padding_mask, const OptionalTensor& bias,
-                                                            bool causal, double scale, double p, const OptionalTensor& seed,
-                                                            int64_t offset) {
+void fused_attention_backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& lse,
+                              const OptionalTensor& key_padding_mask, const OptionalTensor& bias, bool causal, double scale,
+                              double p, const OptionalTensor& seed, int64_t offset, const Tensor& grad_q, const Tensor& grad_k,
+                              const Tensor& grad_v) {
   FusedAttentionBackward a{};
   set_inputs(a, q, k, v, key_padding_mask, bias, causal, scale, p, seed, offset);
   a.grad_out_strides = check_heads("grad_out", grad_out, q, q);
@@ -107,13 +104,12 @@ std::tuple<Tensor, Tensor, Tensor> fused_attention_backward(const Tensor& grad_o
   check_contiguous(kOp, "lse", lse);
   LS_CHECK(lse.numel() == a.n_batch * a.n_heads * a.n_rows, kOp, ": lse must have shape (B, H, T) = (", a.n_batch, ", ",
            a.n_heads, ", ", a.n_rows, "), got ", shape_of(lse));
-  Tensor grad_q = new_in_order_of(q), grad_k = new_in_order_of(k), grad_v = new_in_order_of(v);
+  a.grad_q_strides = check_heads("grad_q", grad_q, q, q);
+  a.grad_k_strides = check_heads("grad_k", grad_k, q, k);
+  a.grad_v_strides = check_heads("grad_v", grad_v, q, k);
   a.grad_out = grad_out.const_data_ptr(), a.lse = static_cast<const float*>(lse.const_data_ptr());
-  a.grad_q = grad_q.mutable_data_ptr(), a.grad_q_strides = strides_of(grad_q);
-  a.grad_k = grad_k.mutable_data_ptr(), a.grad_k_strides = strides_of(grad_k);
-  a.grad_v = grad_v.mutable_data_ptr(), a.grad_v_strides = strides_of(grad_v);
+  a.grad_q = grad_q.mutable_data_ptr(), a.grad_k = grad_k.mutable_data_ptr(), a.grad_v = grad_v.mutable_data_ptr();
   cpu::fused_attention_backward(a);
-  return {grad_q, grad_k, grad_v};
 }
 
 }  // namespace ls

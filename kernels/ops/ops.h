@@ -65,11 +65,10 @@ std::tuple<Tensor, Tensor> fused_attention_forward(const Tensor& q, const Tensor
                                                    const OptionalTensor& key_padding_mask, const OptionalTensor& bias,
                                                    bool causal, double scale, double p, const OptionalTensor& seed,
                                                    int64_t offset);
-std::tuple<Tensor, Tensor, Tensor> fused_attention_backward(const Tensor& grad_out, const Tensor& q, const Tensor& k,
-                                                            const Tensor& v, const Tensor& lse,
-                                                            const OptionalTensor& key_padding_mask, const OptionalTensor& bias,
-                                                            bool causal, double scale, double p, const OptionalTensor& seed,
-                                                            int64_t offset);
+void fused_attention_backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& lse,
+                              const OptionalTensor& key_padding_mask, const OptionalTensor& bias, bool causal, double scale,
+                              double p, const OptionalTensor& seed, int64_t offset, const Tensor& grad_q, const Tensor& grad_k,
+                              const Tensor& grad_v);
 
 void adam_step(const Tensor& param, const Tensor& grad, const Tensor& exp_avg, const Tensor& exp_avg_sq,
                const OptionalTensor& param_copy, const OptionalTensor& param_low, const OptionalTensor& grad_scale,

@@ -100,8 +100,13 @@ class DifferentiableOp:
     def register(self, namespace: str) -> None:
         """Autograd for direct callers of one build of the library."""
         forward, backward = f"{namespace}::{self.stem}_forward", f"{namespace}::{self.stem}_backward"
-        torch.library.register_autograd(forward, self.backward, setup_context=self.setup_context)
-        torch.library.register_autograd(backward, refuse_double_backward(self.stem))
+        if getattr(getattr(torch.ops, namespace), f"{self.stem}_backward").default._schema.is_mutable:
+            # torch takes no formula for an op that writes into its arguments, so the gradients refuse by themselves.
+            formula = differentiable_once(self.stem)(self.backward)
+            torch.library.register_autograd(forward, formula, setup_context=self.setup_context)
+        else:
+            torch.library.register_autograd(forward, self.backward, setup_context=self.setup_context)
+            torch.library.register_autograd(backward, refuse_double_backward(self.stem))
 
 
 class _Unpacked:

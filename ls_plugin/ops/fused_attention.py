@@ -1,5 +1,7 @@
 """Fused attention: both products, the masks, the softmax and the dropout between them."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -82,15 +84,104 @@ def fused_attention(
     if route == "sdpa":
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
     if route == "three_steps":
-        # The product leaves q k^T in q's dtype, which in fp16 ends at 65,504; stock scales q before it, too.
-        if q.dtype == torch.float16:
-            q, scale = q * scale, 1.0
-        scores = q @ k.transpose(-1, -2)
-        return attention_softmax(scores, key_padding_mask, bias, causal, scale, p) @ v
+        q, options = _scaled_before_product(q, (key_padding_mask, bias, causal, scale, p))
+        return attention_softmax(q @ k.transpose(-1, -2), *options) @ v
     seed = draw_seed(q.device) if p > 0.0 else None
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
     key_padding_mask = None if key_padding_mask is None else key_padding_mask.contiguous()
     return _forward(q, k, v, key_padding_mask, bias, causal, scale, p, seed, rank_offset())[0]
+
+
+def attention_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_padding_mask: Tensor | None,
+    bias: Tensor | None,
+    causal: bool,
+    scale: float,
+    p: float,
+    seed: Tensor | None,
+    offset: int,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """:func:`fused_attention` below autograd, for a node that has its own: by the kernel on the CPU, in three steps on a GPU.
+
+    Args:
+        q, k, v, key_padding_mask, bias: as the kernel takes them: q, k and v in one dtype that it knows, their last stride 1; a
+            contiguous mask; a bias of q's dtype expanded to (B, H, T, S), its last stride 1.
+        p, seed, offset: of the dropout; seed is an int64 tensor of shape (1,), None where p is 0.
+    Returns:
+        out (B, H, T, D), its dimensions in memory in q's order, and what :func:`attention_backward` takes as ``saved``: one tensor, or with
+        dropout on a GPU three.
+    """
+    kernels, options = _library.kernels(), (key_padding_mask, bias, causal, scale, p, seed, offset)
+    if not _library.runs_cuda_kernels(q):
+        out, lse = kernels.fused_attention_forward.default(q, k, v, *options)
+        return out, (lse,)
+    q, options = _scaled_before_product(q, options)
+    scores = torch.matmul(q, k.transpose(-1, -2))
+    probs, lse = kernels.attention_softmax_forward.default(scores, *options, p > 0.0)
+    out = torch.empty_like(q)
+    _multiply_into(out, probs, v)
+    return out, (probs,) if p == 0.0 else (probs, scores, lse)
+
+
+def attention_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    saved: Sequence[Tensor],
+    key_padding_mask: Tensor | None,
+    bias: Tensor | None,
+    causal: bool,
+    scale: float,
+    p: float,
+    seed: Tensor | None,
+    offset: int,
+    grads: Sequence[Tensor],
+) -> None:
+    """Writes the gradients of q, k and v for :func:`attention_forward` into ``grads``.
+
+    Args:
+        grad_out: (B, H, T, D) in q's dtype, its last stride 1.
+        saved: as the forward gave it.
+        grads: of the shapes and the dtype of q, k and v, with any strides but a last one of 1: views of one buffer, say. They do not
+            overlap, which is not checked.
+        The other arguments as the forward took them.
+    """
+    kernels, options = _library.kernels(), (key_padding_mask, bias, causal, scale, p, seed, offset)
+    if not _library.runs_cuda_kernels(q):
+        kernels.fused_attention_backward.default(grad_out, q, k, v, *saved, *options, *grads)
+        return
+    probs, scores, lse = saved if len(saved) == 3 else (*saved, None, None)
+    grad_q, grad_k, grad_v = grads
+    scaled_q, options = _scaled_before_product(q, options)
+    _multiply_into(grad_v, probs.transpose(-1, -2), grad_out)
+    grad_scores = kernels.attention_softmax_backward.default(
+        torch.matmul(grad_out, v.transpose(-1, -2)), probs if scores is None else scores, lse, *options
+    )
+    _multiply_into(grad_q, grad_scores, k)
+    if scaled_q is not q:
+        grad_q.mul_(scale)
+    _multiply_into(grad_k, grad_scores.transpose(-1, -2), scaled_q)
+
+
+def _scaled_before_product(q: Tensor, options: tuple) -> tuple[Tensor, tuple]:
+    """q and the options of the softmax. In fp16 q takes up the scale: q k^T would end at 65,504 otherwise, and stock scales q before it, too."""
+    if q.dtype != torch.float16:
+        return q, options
+    key_padding_mask, bias, causal, scale, *dropout = options
+    return q * scale, (key_padding_mask, bias, causal, 1.0, *dropout)
+
+
+def _multiply_into(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """out = a b over (B, H, rows, columns); without a copy where batches and heads of ``out`` are one dimension in memory."""
+    n_batch, n_heads = out.shape[:2]
+    if n_batch <= 1 or n_heads <= 1 or out.stride(0) == n_heads * out.stride(1):
+        torch.matmul(a, b, out=out)
+    else:
+        out.copy_(torch.matmul(a, b))
 
 
 def sdpa_refusals(
@@ -189,9 +280,17 @@ def _forward_fake(q, k, v, key_padding_mask, bias, causal, scale, p, seed, offse
     return _new_in_order_of(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-def _backward_fake(grad_out, q, k, v, lse, key_padding_mask, bias, causal, scale, p, seed, offset):
+def _backward_fake(
+    grad_out, q, k, v, lse, key_padding_mask, bias, causal, scale, p, seed, offset, grad_q, grad_k, grad_v
+):
     _check(q, k, v, key_padding_mask)
-    return _new_in_order_of(q), _new_in_order_of(k), _new_in_order_of(v)
+    for name, grad, t in (("grad_q", grad_q, q), ("grad_k", grad_k, k), ("grad_v", grad_v, v)):
+        _require(
+            grad.shape == t.shape,
+            lambda name=name, grad=grad, t=t: (
+                f"{_OP}: {name} must have shape {tuple(t.shape)}, got {tuple(grad.shape)}"
+            ),
+        )
 
 
 def _setup_context(ctx, inputs, output):
@@ -208,8 +307,9 @@ def _backward(ctx, grad_out, _grad_lse):
         q, k, v, lse, key_padding_mask, bias, seed = ctx.saved_tensors
         if grad_out.stride(-1) != 1:  # as that of out.sum(): one element, repeated
             grad_out = grad_out.contiguous()
-        grads = _library.kernels().fused_attention_backward.default(
-            grad_out, q, k, v, lse, key_padding_mask, bias, ctx.causal, ctx.scale, ctx.p, seed, ctx.offset
+        grads = tuple(map(torch.empty_like, (q, k, v)))  # their dimensions in the order of q, k and v, without gaps
+        _library.kernels().fused_attention_backward.default(
+            grad_out, q, k, v, lse, key_padding_mask, bias, ctx.causal, ctx.scale, ctx.p, seed, ctx.offset, *grads
         )
     grads = (grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad[:3], strict=True))
     return *grads, None, None, None, None, None, None, None

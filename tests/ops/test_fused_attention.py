@@ -373,8 +373,75 @@ def test_bindings_refuse_what_the_wrapper_would_not_pass():
         forward(q, k, v, None, torch.zeros(4, 8), *rest)
     with pytest.raises(RuntimeError, match=r"fused_attention: p = 0.5 needs a seed"):
         forward(q, k, v, None, None, False, 1.0, 0.5, None, 0)
+    grads = [torch.empty_like(t) for t in (q, k, v)]
     with pytest.raises(RuntimeError, match=r"lse must have shape \(B, H, T\) = \(2, 3, 4\), got \(5,\)"):
-        backward(q, q, k, v, torch.zeros(5), None, None, *rest)
+        backward(q, q, k, v, torch.zeros(5), None, None, *rest, *grads)
+    lse = torch.zeros(2, 3, 4)
+    for i, name in enumerate(("grad_q", "grad_k", "grad_v")):
+        for wrong, message in (
+            (grads[i][:, :, 1:], r"must have shape \(2, 3, \d, 16\), got \(2, 3, \d, 16\)"),
+            (noncontiguous(grads[i]), r"must have stride 1 in its last dimension, got \d"),
+            (grads[i].half(), "must be Float, got Half"),
+        ):
+            with pytest.raises(RuntimeError, match=f"fused_attention: {name} {message}"):
+                backward(q, q, k, v, lse, None, None, *rest, *grads[:i], wrong, *grads[i + 1 :])
+
+
+# For nodes that have their own autograd.
+
+
+def heads_of(rows, n_batch, n_heads, n_parts=1):
+    """The parts (B, H, T, D) of a product (B * T, parts * H * D)."""
+    return [t.view(n_batch, -1, n_heads, t.shape[-1] // n_heads).transpose(1, 2) for t in rows.chunk(n_parts, dim=-1)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+@pytest.mark.parametrize("p", [0.0, 0.2])
+@pytest.mark.parametrize("shape", [(2, 3, 21, 21, 8), (1, 2, 5, 40, 16), (2, 1, 9, 9, 24)], ids=shape_name)
+def test_below_autograd_gives_what_the_op_gives(backend, shape, p, dtype):
+    """Gradients into views of one buffer, as a product for q, k and v together takes them; the rest of the buffer stays as it was."""
+    q, k, v, grad_out, bias = sample_inputs(shape, backend.device, dtype)
+    padding, bias = padding_of(shape, backend.device), bias.expand(*shape[:4])
+    module = importlib.import_module("ls_plugin.ops.fused_attention")
+    n_batch, n_heads, n_queries, n_keys, head_dim = shape
+    route = "kernel" if backend.name == "cpu" else "three_steps"
+    expected = run(
+        lambda q, k, v, b: ops.fused_attention(q, k, v, padding, b, True, SCALE, p, route=route),
+        [q, k, v, grad_out, bias],
+    )
+
+    torch.manual_seed(SEED)
+    seed = draw_seed(backend.device) if p > 0 else None
+    out, saved = module.attention_forward(q, k, v, padding, bias, True, SCALE, p, seed, 0)
+    assert out.permute(2, 0, 1, 3).is_contiguous()
+    width = n_heads * head_dim
+    buffer = torch.full((n_batch * max(n_queries, n_keys), 4 * width), 7.0, device=backend.device, dtype=dtype)
+    *grads, rest = heads_of(buffer, n_batch, n_heads, 4)
+    grads = [grad[:, :, : t.shape[2]] for grad, t in zip(grads, (q, k, v), strict=True)]
+    assert not grads[0].is_contiguous()
+    module.attention_backward(grad_out, q, k, v, saved, padding, bias, True, SCALE, p, seed, 0, grads)
+    fresh = [torch.full(t.shape, float("nan"), device=backend.device, dtype=dtype) for t in (q, k, v)]
+    module.attention_backward(grad_out, q, k, v, saved, padding, bias, True, SCALE, p, seed, 0, fresh)
+    for name, in_view, in_fresh, e in zip(NAMES, [out, *grads], [out, *fresh], expected, strict=True):
+        assert torch.equal(in_view, in_fresh), name
+        if backend.name == "cpu":
+            assert torch.equal(in_view, e), name
+        else:  # products of other layouts, and fp16's scale in another place
+            torch.testing.assert_close(in_view, e, rtol=4 * torch.finfo(dtype).eps, atol=8 * torch.finfo(dtype).eps)
+    assert (rest == 7.0).all()
+
+
+@pytest.mark.parametrize("p", [0.0, 0.2])
+def test_below_autograd_nothing_else_is_saved(backend, p):
+    """The kernel saves one number a row. The three steps save probabilities, and scores where dropout hides some of them."""
+    shape = (2, 3, 21, 30, 8)
+    q, k, v, _, _ = sample_inputs(shape, backend.device, torch.float32)
+    module = importlib.import_module("ls_plugin.ops.fused_attention")
+    seed = draw_seed(backend.device) if p > 0 else None
+    _, saved = module.attention_forward(q, k, v, None, None, False, SCALE, p, seed, 0)
+    rows, scores = (2, 3, 21), (2, 3, 21, 30)
+    expected = [rows] if backend.name == "cpu" else [scores] if p == 0 else [scores, scores, rows]
+    assert [tuple(t.shape) for t in saved] == expected
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -397,7 +464,20 @@ def test_opcheck(p):
     forward, backward = torch.ops.ls.fused_attention_forward.default, torch.ops.ls.fused_attention_backward.default
     torch.library.opcheck(forward, (*(t.detach().requires_grad_() for t in (q, k, v)), *arguments))
     _, lse = forward(q, k, v, *arguments)
-    torch.library.opcheck(backward, (grad_out, q, k, v, lse, *arguments))
+    qkv = torch.empty(4, 2, 3, 2, 8)
+    together = [t.permute(1, 2, 0, 3) for t in qkv.unbind(2)]
+    fresh = [torch.empty_like(t) for t in (q, k, v)]
+    for grads in (fresh, [together[0], fresh[1], torch.empty(2, 2, 12, 16)[..., :8]]):
+        torch.library.opcheck(backward, (grad_out, q, k, v, lse, *arguments, *grads))
+
+
+@needs_library
+def test_second_derivatives_are_refused_to_direct_callers_too():
+    q, k, v, grad_out, _ = sample_inputs((2, 2, 5, 30, 8), "cpu", torch.float32)
+    out, _ = torch.ops.ls.fused_attention_forward(q.requires_grad_(), k, v, None, None, False, 1.0, 0.0, None, 0)
+    (grad,) = torch.autograd.grad(out, q, grad_out, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        grad.square().sum().backward()
 
 
 # Routes of a GPU. The three steps run in every test above on the backends "simt" and "cuda".

@@ -57,7 +57,9 @@ def cases(device, dtype):
             ls=ls,
             grad_outputs=(grad_y,),
             # Reads the rows that occur, once, and the tokens; writes y.
-            forward_bytes=(tokens.unique().numel() + make_positions(tokens, PAD).unique().numel()) * n_cols * weight.itemsize
+            forward_bytes=(tokens.unique().numel() + make_positions(tokens, PAD).unique().numel())
+            * n_cols
+            * weight.itemsize
             + grad_y.nbytes
             + tokens.nbytes,
             # Reads grad_y and the tokens, writes every row of the gradient.

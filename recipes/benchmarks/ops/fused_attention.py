@@ -49,7 +49,9 @@ def cases(device, dtype):
             return torch.ops.ls.fused_attention_forward(heads(q), heads(k), heads(v), *rest)
 
         def backward(saved, q=q, k=k, v=v, grad_out=grad_out, heads=heads, rest=rest):
-            return torch.ops.ls.fused_attention_backward(*map(heads, (grad_out, q, k, v)), saved[1], *rest)
+            grads = [torch.empty_like(heads(t)) for t in (q, k, v)]
+            torch.ops.ls.fused_attention_backward(*map(heads, (grad_out, q, k, v)), saved[1], *rest, *grads)
+            return grads
 
         yield Case(
             op="fused_attention",
