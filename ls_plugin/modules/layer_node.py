@@ -73,14 +73,14 @@ class SelfAttention:
         rows = y.view(-1, width)
         qkv = torch.addmm(joint((q_bias, k_bias, v_bias)), rows, weight.t())
         heads = _heads(qkv, n_batch, length, self.n_heads, 3)
-        out, lse = attention_forward(
+        out, of_attention = attention_forward(
             *heads, run.padding_mask, None, run.causal, self.scale, run.p_attention, run.seed, offset
         )
-        return _rows(out).mm(out_weight.t()), (rows, weight, qkv, out, *lse), None
+        return _rows(out).mm(out_weight.t()), (rows, weight, qkv, out, *of_attention), None
 
     def backward(self, run: Run, grad, _grad_weights, params, saved, needs, into, offset: int):
         """Gradients of y (N, C), added to ``into`` if given, of no keys, and of the parameters."""
-        rows, weight, qkv, out, *lse = saved
+        rows, weight, qkv, out, *of_attention = saved
         out_weight = params[6]
         n_batch, _, length, _ = out.shape
         grad_out_weight = weight_grad(grad, _rows(out), params[6:]) if needs[6] else None
@@ -90,8 +90,7 @@ class SelfAttention:
         attention_backward(
             _heads(grad_out, n_batch, length, self.n_heads, 1)[0],
             *heads,
-            out,
-            *lse,
+            of_attention,
             run.padding_mask,
             None,
             run.causal,
@@ -122,7 +121,7 @@ class EncoderAttention:
         q = torch.addmm(q_bias, rows, q_weight.t())
         (q_heads,) = _heads(q, n_batch, length, self.n_heads, 1)
         heads = q_heads, *_heads(kv, n_batch, kv.shape[1], self.n_heads, 2)
-        out, lse = attention_forward(
+        out, of_attention = attention_forward(
             *heads, run.encoder_padding_mask, None, False, self.scale, run.p_attention, run.seed, offset
         )
         weights = None
@@ -131,12 +130,12 @@ class EncoderAttention:
             weights, _ = _library.kernels().attention_softmax_forward.default(
                 scores, run.encoder_padding_mask, None, False, self.scale, 0.0, None, 0, False
             )
-        return _rows(out).mm(out_weight.t()), (rows, q, kv, out, weights, *lse), weights
+        return _rows(out).mm(out_weight.t()), (rows, q, kv, out, weights, *of_attention), weights
 
     def backward(self, run: Run, grad, grad_weights, params, saved, needs, into, offset: int):
         """Gradients of y (N, C), added to ``into`` if given, of the keys and values (B, S, 2C), and of the parameters."""
         q_weight, _, out_weight = params
-        rows, q, kv, out, weights, *lse = saved
+        rows, q, kv, out, weights, *of_attention = saved
         n_batch, _, length, _ = out.shape
         n_keys = kv.shape[1]
         (q_heads,) = _heads(q, n_batch, length, self.n_heads, 1)
@@ -154,8 +153,7 @@ class EncoderAttention:
             attention_backward(
                 _heads(grad_out, n_batch, length, self.n_heads, 1)[0],
                 *heads,
-                out,
-                *lse,
+                of_attention,
                 run.encoder_padding_mask,
                 None,
                 False,

@@ -323,20 +323,3 @@ def register(namespace: str) -> None:
     torch.library.register_fake(f"{namespace}::fused_attention_forward", _forward_fake)
     torch.library.register_fake(f"{namespace}::fused_attention_backward", _backward_fake)
     _forward.register(namespace)
-
-
-def attention_forward(q, k, v, key_padding_mask, bias, causal, scale, p, seed, offset):
-    out, lse = _library.kernels().fused_attention_forward.default(
-        q, k, v, key_padding_mask, bias, causal, scale, p, seed, offset
-    )
-    return out, (lse,)
-
-
-def attention_backward(
-    grad_out, q, k, v, out, lse, key_padding_mask, bias, causal, scale, p, seed, offset, grads
-) -> None:
-    new = _library.kernels().fused_attention_backward.default(
-        grad_out, q, k, v, lse, key_padding_mask, bias, causal, scale, p, seed, offset
-    )
-    for grad, n in zip(grads, new, strict=True):
-        grad.copy_(n)
