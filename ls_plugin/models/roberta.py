@@ -6,6 +6,7 @@ from fairseq.models.transformer import TransformerConfig
 from fairseq.modules.transformer_sentence_encoder import init_bert_params
 from torch import Tensor
 
+from ls_plugin import ops
 from ls_plugin.models.transformer_encoder import LightSeqTransformerEncoder
 from ls_plugin.models.twins import Twin, fused_embedding, names_mean, register_twins
 from ls_plugin.modules import use_fused_modules
@@ -14,15 +15,17 @@ from ls_plugin.modules import use_fused_modules
 class RobertaLMHead(stock.RobertaLMHead):
     """Head for masked language modelling: dense, activation, layer norm, product with the embedding."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def __init__(self, embed_dim: int, output_dim: int, activation_fn: str, weight=None):
+        super().__init__(embed_dim, output_dim, activation_fn, weight)
         use_fused_modules(self, "RobertaLMHead")
+        self.activation_name = activation_fn
 
     def forward(self, features: Tensor, masked_tokens: Tensor | None = None, **unused) -> Tensor:
         """features (B, T, C), masked_tokens bool (B, T) -> logits (B, T, V), or of the n masked tokens alone (n, V)."""
         if masked_tokens is not None:
             features = features[masked_tokens]
-        x = self.layer_norm(self.activation_fn(self.dense(features)))
+        x = F.linear(features, self.dense.weight)
+        x = self.layer_norm(ops.bias_act_dropout(x, self.dense.bias, self.activation_name, p=0.0))
         # The bias goes into the product: a pass of its own over the logits is the dearest of all.
         return F.linear(x, self.weight, self.bias)
 

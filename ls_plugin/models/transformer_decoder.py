@@ -21,7 +21,9 @@ class LightSeqTransformerDecoder(TransformerDecoderBase):
     def __init__(self, cfg, dictionary, embed_tokens, no_encoder_attn: bool = False, output_projection=None):
         super().__init__(cfg, dictionary, embed_tokens, no_encoder_attn, output_projection)
         use_fused_modules(self, "TransformerDecoder")
-        declare_joint_keys(self.layers)
+        declare_joint_keys(
+            list(self.layers.children())
+        )  # iterating over them would drop layers, by --decoder-layerdrop
         self.attention_in_training = False
 
     def build_decoder_layer(self, cfg, no_encoder_attn: bool = False):

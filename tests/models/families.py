@@ -88,6 +88,7 @@ PADDINGS = {
     "left": ([5, 9, 8], [7, 5, 6], True),
     "right": ([5, 9, 8], [7, 5, 6], False),
     "empty sentence": ([0, 9, 8], [0, 5, 7], False),
+    "one token": ([1], [1], False),
 }
 
 
@@ -95,8 +96,10 @@ def batch(family: str = "transformer", padding: str = "left") -> dict[str, Tenso
     """What fairseq's collater hands to the model. Targets, and the tokens of a language model, are padded on the right."""
     source_lengths, target_lengths, left = PADDINGS[padding]
     decoder_only = family == "transformer_lm"
-    source = pad(tokens(3, 9, 5), source_lengths, left and not decoder_only)
-    inputs = {"src_tokens": source, "src_lengths": torch.tensor(source_lengths)}
+    source = tokens(len(source_lengths), max(source_lengths), 5)
+    inputs = {"src_tokens": pad(source, source_lengths, left and not decoder_only)}
+    inputs["src_lengths"] = torch.tensor(source_lengths)
     if family in ("transformer", "bart"):
-        inputs["prev_output_tokens"] = pad(tokens(3, 7, 6), target_lengths, False)
+        target = tokens(len(target_lengths), max(target_lengths), 6)
+        inputs["prev_output_tokens"] = pad(target, target_lengths, False)
     return inputs

@@ -1,79 +1,22 @@
-"""ls_transformer against fairseq's Transformer: same weights in, same outputs and gradients out, for every option that is honoured."""
-
-import copy
+"""What ls_transformer does beside the parity of outputs and gradients: generation, dropout, empty sentences, bad tokens."""
 
 import pytest
 import torch
-from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_INV_REGISTRY, ARCH_MODEL_REGISTRY
 from fairseq.sequence_generator import SequenceGenerator
 
 from ls_plugin import modules
-from ls_plugin.errors import TokenIdError, UnsupportedError
-from ls_plugin.models import LightSeqTransformerModel
-from ls_plugin.models.transformer import LightSeqTransformerEncoder
-from ls_plugin.models.unsupported import ACTIVATIONS, unsupported_reasons
+from ls_plugin.errors import TokenIdError
+from ls_plugin.models.transformer_encoder import LightSeqTransformerEncoder
 
 # fp32 sums of a few hundred terms in another order; gradients pass through more of them.
 OUTPUT_TOLERANCE, GRAD_TOLERANCE = 2e-5, 1e-4
 
 PRE_NORM = {"encoder_normalize_before": True, "decoder_normalize_before": True}
-HONOURED = {
-    "post_norm": {},
-    "pre_norm": PRE_NORM,
-    "no_decoder_final_norm": {**PRE_NORM, "no_decoder_final_norm": True},
-    "mixed_norm": {"encoder_normalize_before": True},
-    **{f"activation_{name}": {"activation_fn": name} for name in ACTIVATIONS},
-    "tied_output": {"share_decoder_input_output_embed": True},
-    "share_all": {"share_all_embeddings": True},
-    "merge_embeddings": {"merge_src_tgt_embed": True},
-    "learned_positions": {"encoder_learned_pos": True, "decoder_learned_pos": True},
-    "no_positions": {"no_token_positional_embeddings": True},
-    "layernorm_embedding": {"layernorm_embedding": True},
-    "no_scale_embedding": {"no_scale_embedding": True},
-    "unequal_widths": {"decoder_embed_dim": 40, "decoder_ffn_embed_dim": 56},
-    "decoder_output_dim": {"decoder_output_dim": 24},
-    "no_cross_attention": {"no_cross_attention": True, "cross_self_attention": True},
-    "cross_self_attention": {"cross_self_attention": True},
-    "checkpoint_activations": {"checkpoint_activations": True},
-    "offload_activations": {"offload_activations": True},
-    "adaptive_softmax": {"adaptive_softmax_cutoff": "8,16", "adaptive_softmax_dropout": 0.0},
-    "odd_width": {
-        "encoder_embed_dim": 20,
-        "encoder_ffn_embed_dim": 37,
-        "encoder_attention_heads": 4,
-        "decoder_attention_heads": 2,
-    },
-}
 
 
 def assert_close(ours, stock, tolerance):
     scale = max(stock.abs().max().item(), 1.0)
     assert (ours - stock).abs().max().item() <= tolerance * scale
-
-
-@pytest.mark.parametrize("options", HONOURED.values(), ids=HONOURED.keys())
-def test_forward_and_gradients_equal_stock(build_twins, batch, options):
-    stock, ours = build_twins(**options)
-    assert stock.state_dict().keys() == ours.state_dict().keys()
-    ours.load_state_dict(stock.state_dict(), strict=True)
-    stock.load_state_dict(ours.state_dict(), strict=True)
-
-    ours.decoder.attention_in_training = True
-    outputs = []
-    for model in (stock, ours):
-        model.train()
-        output, extra = model(**batch)
-        output.square().sum().backward()
-        outputs.append((output, extra))
-    (stock_output, stock_extra), (our_output, our_extra) = outputs
-    assert_close(our_output, stock_output, OUTPUT_TOLERANCE)
-    assert len(our_extra["inner_states"]) == len(stock_extra["inner_states"])
-    if stock_extra["attn"][0] is not None:
-        assert_close(our_extra["attn"][0], stock_extra["attn"][0], OUTPUT_TOLERANCE)
-    for (name, p), q in zip(stock.named_parameters(), ours.parameters(), strict=True):
-        assert (p.grad is None) == (q.grad is None), name
-        if p.grad is not None:
-            assert_close(q.grad, p.grad, GRAD_TOLERANCE)
 
 
 def test_all_norms_and_dropouts_are_fused(build_twins):
@@ -88,31 +31,6 @@ def test_all_norms_and_dropouts_are_fused(build_twins):
     for module in ours.modules():
         if type(module).__name__ == "FairseqDropout":
             assert id(module) in attention_dropouts
-
-
-def test_layerdrop_drops_the_layers_that_stock_drops(build_twins, batch):
-    stock, ours = build_twins(encoder_layerdrop=0.5, decoder_layerdrop=0.5)
-    for seed in range(5):
-        outputs = []
-        for model in (stock, ours):
-            torch.manual_seed(seed)
-            outputs.append(model.train()(**batch)[0])
-        assert_close(outputs[1], outputs[0], OUTPUT_TOLERANCE)
-
-
-@pytest.mark.parametrize("options", [{"encoder_layers_to_keep": "0,3"}, {"decoder_layers_to_keep": "1"}])
-def test_layers_to_keep_prunes_a_checkpoint_once(build_twins, batch, tiny_args, task, options):
-    """A whole checkpoint is pruned when loaded, one that was saved by a pruned model is not; the other side keeps all layers."""
-    _, whole = build_twins(encoder_layers=4)
-    ((name, kept),) = options.items()
-    side = getattr(whole, name.split("_")[0])
-    expected = copy.deepcopy(whole)
-    getattr(expected, name.split("_")[0]).layers = torch.nn.ModuleList(side.layers[int(i)] for i in kept.split(","))
-    for weights in (whole.state_dict(), expected.state_dict()):
-        args = tiny_args(encoder_layers=4, **options)
-        pruned = LightSeqTransformerModel.build_model(args, task())
-        pruned.load_state_dict(dict(weights), strict=True, model_cfg=args)
-        assert_close(pruned.eval()(**batch)[0], expected.eval()(**batch)[0], 0)
 
 
 def test_return_fc(build_twins, batch):
@@ -261,41 +179,3 @@ def test_token_id_outside_the_dictionary(build_twins, batch, name, bad_id):
     batch[name][1, 2] = bad_id
     with pytest.raises(TokenIdError, match=rf"got {bad_id} .*another dictionary"):
         ours(**batch)
-
-
-def test_every_stock_architecture_has_a_twin(task, tiny_args):
-    assert "ls_transformer_wmt_en_de_big_t2t" in ARCH_MODEL_INV_REGISTRY["ls_transformer"]
-    for arch in ARCH_MODEL_INV_REGISTRY["transformer"]:
-        assert ARCH_MODEL_REGISTRY[f"ls_{arch}"] is LightSeqTransformerModel
-        assert ARCH_CONFIG_REGISTRY[f"ls_{arch}"] is ARCH_CONFIG_REGISTRY[arch]
-
-
-REFUSED = {
-    "quant_noise_pq": 0.1,
-    "quant_noise_scalar": 0.1,
-    "quantization_config_path": "quantization.yaml",
-    "encoder_xformers_att_config": "{}",
-    "decoder_xformers_att_config": "{}",
-    "scale_fc": True,
-    "scale_attn": True,
-    "scale_heads": True,
-    "scale_resids": True,
-    "base_layers": 1,
-    "export": True,
-    "adaptive_input": True,
-    "tie_adaptive_weights": True,
-    "tie_adaptive_proj": True,
-    "char_inputs": True,
-    "activation_fn": "swish",
-}
-
-
-@pytest.mark.parametrize("name, value", REFUSED.items())
-def test_unsupported_flag_is_refused_by_name(task, tiny_args, name, value):
-    with pytest.raises(UnsupportedError, match=rf"--{name.replace('_', '-')} .*--arch transformer"):
-        LightSeqTransformerModel.build_model(tiny_args(**{name: value}), task())
-
-
-def test_all_reasons_are_given_at_once(tiny_args):
-    assert len(unsupported_reasons(tiny_args(**REFUSED))) == len(REFUSED)
-    assert unsupported_reasons(tiny_args()) == []
