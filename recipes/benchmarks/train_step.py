@@ -12,7 +12,7 @@ ops      One step under a TorchDispatchMode, which sees what autograd leaves ove
          writes nothing, an allocation gives memory that nothing has been written to; every other op is a kernel. Per layer: the difference between
          the model and one with a layer less.
 time     At a size where arithmetic is nothing. Stock and ls take turns, medians. Once the phases above alone, once the whole Trainer.train_step,
-         with its seeding, checks and statistics, which are the same for both.
+         with its seeding, checks and statistics, which are the same for both. Processor time leaves out when the machine did something else.
 memory   Of a second batch whose gradients accumulate (as with --update-freq 2), so that the gradients' memory is there before on both sides.
            kept    bytes that are alive when the forward has ended and were not before: every output of an op is followed until its storage is freed
            saved   of these, what the autograd graph holds: distinct storages in its nodes, parameters and inputs excepted
@@ -227,23 +227,24 @@ def measure_ops(args: argparse.Namespace) -> dict:
 
 
 def measure_time(args: argparse.Namespace) -> dict:
-    """Kind -> medians in ms: of each phase, of the step that they make, and of Trainer.train_step."""
+    """Kind -> medians in ms: of each phase, of the step that they make, of its processor time, and of Trainer.train_step."""
     size = SIZES["T"]
     trainers = {kind: build(kind, size, args.layers, args.layers, args.pre_norm) for kind in KINDS}
     batches = [make_batch(size, trainers["stock"], seed) for seed in range(4)]
-    samples = {kind: {name: [] for name in (*PHASES, "step", "train_step")} for kind in KINDS}
+    samples = {kind: {name: [] for name in (*PHASES, "step", "step_cpu", "train_step")} for kind in KINDS}
     gc.collect()
     gc.disable()
     try:
         for index in range(-WARM_UP_ROUNDS, args.rounds):
             for kind, trainer in trainers.items():
                 spent = dict.fromkeys(PHASES, 0.0)
-                begin = last = time.perf_counter()
+                begin, begin_cpu = time.perf_counter(), time.process_time()
+                last = begin
                 for phase in step(trainer, batches[index % len(batches)]):
                     now = time.perf_counter()
                     spent[phase] += now - last
                     last = now
-                spent["step"] = last - begin
+                spent["step"], spent["step_cpu"] = last - begin, time.process_time() - begin_cpu
                 begin = time.perf_counter()
                 trainer.train_step([batches[index % len(batches)]])
                 spent["train_step"] = time.perf_counter() - begin
@@ -401,9 +402,10 @@ def ops_table(found: dict):
 
 def time_table(found: dict):
     table = make_table(f"Host time of a training step, ms: {found['size']}; medians")
-    for name in (*PHASES, "step", "train_step"):
-        label = {"step": "step", "train_step": "fairseq's Trainer.train_step"}.get(name, f"  {name}")
-        goal = GOALS["time"] if name in ("step", "train_step") else None
+    labels = {"step": "step", "step_cpu": "step, processor time", "train_step": "fairseq's Trainer.train_step"}
+    for name in (*PHASES, *labels):
+        label = labels.get(name, f"  {name}")
+        goal = GOALS["time"] if name in labels else None
         add_row(table, label, *(found["ms"][kind][name] for kind in KINDS), goal=goal, form="{:.2f}")
     return table
 
