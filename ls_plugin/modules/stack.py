@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor, nn
 
 from ls_plugin import packing
@@ -101,7 +100,7 @@ def joint_keys_and_values(layers: Sequence[nn.Module], context: Context, n_batch
             return None
         encoder_out, padding_mask = one_per_sentence(context, n_batch, attentions[0].beam_size)
     encoder_out = encoder_out.transpose(0, 1)
-    if torch.is_grad_enabled() and can_be_nodes(encoder_out):
+    if can_be_nodes(encoder_out, layers[0].training) and state is None:
         weights, biases = _key_and_value_params(attentions)
         kv = JointKeysAndValues.apply(len(layers), encoder_out, *weights, *biases)
     else:

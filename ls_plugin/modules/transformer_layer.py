@@ -3,7 +3,7 @@
 Both subclass fairseq's layers: construction, parameter names, pruning and state-dict upgrades are inherited; the forward is written anew, as a
 chain of sublayers with one fused step between any two matrix products (``layer_node.py`` shows the chain). It runs in one of three ways:
 
-- in training as one node of autograd, ``LayerNode``;
+- in training as one node of autograd (``layer_node.py``);
 - composed of differentiable ops: in evaluation and decoding, under autocast and torch.compile, in fp64 or without the compiled library, and
   for options that the node leaves out;
 - as fairseq wrote it, where a submodule was replaced or has a hook, which the fused ops would pass by.
@@ -25,7 +25,7 @@ from torch.nn.modules import module as torch_module
 from ls_plugin import _library, ops, packing
 from ls_plugin.modules.dropout import Dropout
 from ls_plugin.modules.joint import joint
-from ls_plugin.modules.layer_node import EncoderAttention, FeedForward, LayerNode, Run, SelfAttention
+from ls_plugin.modules.layer_node import EncoderAttention, FeedForward, Run, SelfAttention, apply_layer_node
 from ls_plugin.modules.layer_norm import LayerNorm
 from ls_plugin.modules.swap import has_hooks, use_fused_modules
 
@@ -44,6 +44,7 @@ class Context:
     causal: bool = False
     score_bias: Tensor | None = None
     incremental_state: dict | None = None
+    as_nodes: bool | None = None  # whether layers run as nodes, found out by the first
 
 
 class _FusedLayer:
@@ -57,32 +58,27 @@ class _FusedLayer:
             if attention.self_attention:
                 packing.declare([p.weight for p in _projections(attention)])
                 packing.declare([p.bias for p in _projections(attention)])
-        self._sublayers = None
-
-    @property
-    def _norms(self) -> tuple[nn.LayerNorm, ...]:
-        """The norms of the sublayers, in order."""
-        if getattr(self, "encoder_attn", None) is None:
-            return self.self_attn_layer_norm, self.final_layer_norm
-        return self.self_attn_layer_norm, self.encoder_attn_layer_norm, self.final_layer_norm
+        # What `is_fusable` found to be all right, and what was prepared from it.
+        self._known_parts: list = []
+        self._blueprints: dict[bool, _Blueprint] = {}
 
     def is_fusable(self) -> bool:
         """Whether the fused ops do all that calling the submodules would do: they are of fairseq's and our types, without hooks."""
+        modules = self._modules
+        parts = [*modules.values(), *modules["self_attn"]._modules.values()]
+        if modules.get("encoder_attn") is not None:
+            parts += modules["encoder_attn"]._modules.values()
+        if parts != self._known_parts:
+            if not all(part is None or type(part) in _KNOWN_TYPES for part in parts) or not self._has_plain_attention():
+                return False
+            self._known_parts, self._blueprints = parts, {}
         if self.activation_fn is not self._stock_activation_fn or torch_module._global_forward_hooks:
             return False
-        for module in self._modules.values():
-            if module is None:
-                continue
-            kind = type(module)
-            if kind not in _KNOWN_TYPES or has_hooks(module):
-                return False
-            if kind is MultiheadAttention:
-                if module.bias_k is not None or module.add_zero_attn or module.use_xformers:
-                    return False
-                for child in module._modules.values():
-                    if (type(child) is not nn.Linear and type(child) is not FairseqDropout) or has_hooks(child):
-                        return False
-        return True
+        return not any(part is not None and has_hooks(part) for part in parts)
+
+    def _has_plain_attention(self) -> bool:
+        attentions = [part for part in self._modules.values() if type(part) is MultiheadAttention]
+        return not any(a.bias_k is not None or a.add_zero_attn or a.use_xformers for a in attentions)
 
     def is_plain(self) -> bool:
         """Whether a stack may call :meth:`run` in place of the layer itself, which nothing wraps or watches."""
@@ -110,7 +106,7 @@ class _FusedLayer:
         Returns:
             x, y as they were given to this layer (y None without a next norm), and the attention weights or None.
         """
-        has_encoder = getattr(self, "encoder_attn", None) is not None and (
+        has_encoder = self._modules.get("encoder_attn") is not None and (
             kv is not None or context.encoder_out is not None
         )
         norms = self._norms_after(has_encoder, next_norm)
@@ -134,62 +130,43 @@ class _FusedLayer:
 
     def _norms_after(self, has_encoder: bool, next_norm) -> list[nn.LayerNorm | None]:
         """The norm after each sublayer: its own in post-norm, that of the next one in pre-norm."""
-        norms = list(self._norms)
-        if len(norms) == 3 and not has_encoder:
-            del norms[1]
+        modules = self._modules
+        norms = [modules["self_attn_layer_norm"], modules["final_layer_norm"]]
+        if has_encoder:
+            norms.insert(1, modules["encoder_attn_layer_norm"])
         return [*norms[1:], next_norm] if self.normalize_before else norms
 
     def _can_be_a_node(self, y: Tensor, context: Context, has_encoder: bool, kv: Tensor | None) -> bool:
-        # Also without gradients while training: activation checkpointing runs a layer once without and once with, and the masks must be equal.
+        if context.as_nodes is None:
+            context.as_nodes = can_be_nodes(y, self.training)
         return (
-            (torch.is_grad_enabled() or self.training)
+            context.as_nodes
             and context.incremental_state is None
             and context.score_bias is None
-            and self.self_attn.self_attention
+            and self._modules["self_attn"].self_attention
             and has_encoder == (kv is not None)
-            and can_be_nodes(y)
-            and self.fc1.weight.dtype == y.dtype
+            and self._modules["fc1"].weight.dtype == y.dtype
         )
 
     def _run_as_node(self, x, y, context, kv, norms, has_encoder, needs_weights):
-        if self._sublayers is None:
-            self._sublayers = self._make_sublayers()
-        self_attention, encoder_attention, feed_forward = self._sublayers
-        dropout, attention = self.dropout_module, self.self_attn
-        q, k, v = _projections(attention)
-        params = [q.weight, k.weight, v.weight, q.bias, k.bias, v.bias]
-        params += (attention.out_proj.weight, attention.out_proj.bias, *_weight_and_bias(norms[0]))
-        sublayers = [self_attention]
-        if has_encoder:
-            q, out = self.encoder_attn.q_proj, self.encoder_attn.out_proj
-            params += (q.weight, q.bias, out.weight, out.bias, *_weight_and_bias(norms[1]))
-            sublayers.append(encoder_attention)
-        fc1, fc2 = self.fc1, self.fc2
-        params += (fc1.weight, fc1.bias, fc2.weight, fc2.bias, *_weight_and_bias(norms[-1]))
-        sublayers.append(feed_forward)
+        blueprint = self._blueprints.get(has_encoder)
+        if blueprint is None:
+            blueprint = self._blueprints[has_encoder] = _Blueprint(self, norms[:-1])
+        modules, last_norm = self._modules, norms[-1]
         run = Run(
-            sublayers=tuple(sublayers),
+            sublayers=blueprint.sublayers,
             pre_norm=self.normalize_before,
-            eps=tuple(None if norm is None else norm.eps for norm in norms),
+            eps=(*blueprint.eps, None if last_norm is None else last_norm.eps),
             padding_mask=context.padding_mask,
             encoder_padding_mask=context.encoder_padding_mask,
             causal=context.causal,
-            p=_probability(dropout),
-            p_attention=_probability(attention.dropout_module),
-            p_activation=_probability(self.activation_dropout_module),
+            p=_probability(modules["dropout_module"]),
+            p_attention=_probability(modules["self_attn"]._modules["dropout_module"]),
+            p_activation=_probability(modules["activation_dropout_module"]),
             needs_weights=needs_weights and has_encoder,
         )
-        return LayerNode.apply(run, x, y, kv, *params)
-
-    def _make_sublayers(self) -> tuple:
-        attention, encoder_attention = self.self_attn, getattr(self, "encoder_attn", None)
-        return (
-            SelfAttention(attention.num_heads, attention.scaling),
-            None
-            if encoder_attention is None
-            else EncoderAttention(encoder_attention.num_heads, encoder_attention.scaling),
-            FeedForward(self._activation_name),
-        )
+        params = [parameters[name] for parameters, name in blueprint.parameters]
+        return apply_layer_node(run, x, y, kv, *params, *_weight_and_bias(last_norm))
 
     def _run_composed(self, x, y, context, kv, norms, has_encoder, attention_weights):
         weights = None
@@ -234,6 +211,33 @@ class _FusedLayer:
         q = split_heads(F.linear(y, attention.q_proj.weight, attention.q_proj.bias), attention.num_heads)
         k, v, padding_mask = encoder_keys(attention, context, kv, y.shape[0])
         return _attend(attention, q, k, v, padding_mask, None, False, attention_weights)
+
+
+class _Blueprint:
+    """A layer as a node: its sublayers, and where their parameters are. It holds as long as no submodule is replaced.
+
+    Args:
+        norms: after each sublayer but the last one; there is an attention over the encoder if there are two.
+    """
+
+    def __init__(self, layer, norms):
+        attention, encoder_attention = layer.self_attn, layer.encoder_attn if len(norms) == 2 else None
+        sublayers = [SelfAttention(attention.num_heads, attention.scaling)]
+        projections = _projections(attention)
+        places = [(p, "weight") for p in projections] + [(p, "bias") for p in projections]
+        places += _output_and_norm(attention.out_proj, norms[0])
+        if encoder_attention is not None:
+            sublayers.append(EncoderAttention(encoder_attention.num_heads, encoder_attention.scaling))
+            places += [(encoder_attention.q_proj, "weight"), (encoder_attention.q_proj, "bias")]
+            places += _output_and_norm(encoder_attention.out_proj, norms[1])
+        sublayers.append(FeedForward(layer._activation_name))
+        places += [(layer.fc1, "weight"), (layer.fc1, "bias"), (layer.fc2, "weight"), (layer.fc2, "bias")]
+        self.sublayers, self.eps = tuple(sublayers), tuple(norm.eps for norm in norms)
+        self.parameters = [(module._parameters, name) for module, name in places]
+
+
+def _output_and_norm(linear: nn.Linear, norm: nn.LayerNorm) -> list[tuple[nn.Module, str]]:
+    return [(linear, "weight"), (linear, "bias"), (norm, "weight"), (norm, "bias")]
 
 
 class TransformerEncoderLayer(_FusedLayer, TransformerEncoderLayerBase):
@@ -330,10 +334,15 @@ def knows_causal(layer: nn.Module) -> bool:
     return type(getattr(layer, "module", layer)) is TransformerDecoderLayer
 
 
-def can_be_nodes(x: Tensor) -> bool:
-    """Whether layers that read ``x`` can run as nodes of autograd: the kernels serve it, and nothing has to see the ops inside."""
+def can_be_nodes(x: Tensor, training: bool) -> bool:
+    """Whether layers that read ``x`` can run as nodes of autograd: the kernels serve it, and nothing has to see the ops inside.
+
+    While training also where no gradient is wanted: activation checkpointing runs a layer once without and once with, and the masks must be
+    equal.
+    """
     return (
-        _library.has_kernel(x)
+        (training or torch.is_grad_enabled())
+        and _library.has_kernel(x)
         and not torch.is_autocast_enabled(x.device.type)
         and not torch.compiler.is_compiling()
         and not torch._C._are_functorch_transforms_active()
@@ -496,4 +505,4 @@ def _restore_attention_state(attention, incremental_state, state: list[Tensor] |
 
 
 _PLAIN_TYPES = (TransformerEncoderLayer, TransformerDecoderLayer)
-_KNOWN_TYPES = (nn.Linear, LayerNorm, Dropout, MultiheadAttention)
+_KNOWN_TYPES = (nn.Linear, LayerNorm, Dropout, MultiheadAttention, FairseqDropout)

@@ -20,6 +20,8 @@ from ls_plugin import packing
 _LARGE = 1 << 16  # elements of a gradient that is not left where autograd put it until the step
 ALIGNMENT_BYTES = 64  # of every parameter or pack of them: a cache line, and a multiple of any vector load
 
+_NOT_ADJACENT = object()
+
 # The hook of each parameter that an engine owns. Kept here, not on the parameter, so that modules can still be pickled.
 _hooks = WeakTensorKeyDictionary()
 
@@ -63,7 +65,8 @@ class ContiguousBuffer:
             home = self.view(self.param, i)
             home.copy_(p.data)
             p.data = home
-        self._claimed = bytearray(len(self.params))
+        self._claimed = bytearray(len(self.params))  # which places of gradients were given away
+        self._places: dict = {}  # (first, n) -> the place of n neighbours
         packing.set_owner(self.params, self)
         self.adopt_foreign_grads()
         self._install_hooks()
@@ -90,14 +93,22 @@ class ContiguousBuffer:
 
     def claim_grad(self, first: int, n: int) -> Tensor | None:
         """The place of the gradients of n neighbours, as one tensor, or None if they are not adjacent or it was given away already."""
-        last = first + n - 1
-        begin, end = self.offsets[first], self.offsets[last] + self.params[last].numel()
-        shape = self.params[first].shape
-        rows = sum(p.shape[0] for p in self.params[first : last + 1])
-        if any(self._claimed[first : last + 1]) or end - begin != rows * shape[1:].numel():
+        if 1 in self._claimed[first : first + n]:
             return None
-        self._claimed[first : last + 1] = b"\1" * n
-        return self.grad[begin:end].view(rows, *shape[1:])
+        place = self._places.get((first, n))
+        if place is None:
+            place = self._places[first, n] = self._place(first, n)
+        if place is _NOT_ADJACENT:
+            return None
+        self._claimed[first : first + n] = b"\1" * n
+        return place.detach()  # autograd takes over only what nobody else holds
+
+    def _place(self, first: int, n: int):
+        members = self.params[first : first + n]
+        begin, end = self.offsets[first], self.offsets[first + n - 1] + members[-1].numel()
+        if end - begin != sum(p.numel() for p in members):
+            return _NOT_ADJACENT
+        return self.grad[begin:end].view(sum(p.shape[0] for p in members), *members[0].shape[1:])
 
     def _adopt(self, indices) -> None:
         """Brings the gradients of these parameters, wherever they lie, into the buffer, and makes ``p.grad`` the view again."""
