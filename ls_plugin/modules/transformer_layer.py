@@ -69,16 +69,21 @@ class _FusedLayer:
         if modules.get("encoder_attn") is not None:
             parts += modules["encoder_attn"]._modules.values()
         if parts != self._known_parts:
-            if not all(part is None or type(part) in _KNOWN_TYPES for part in parts) or not self._has_plain_attention():
+            if not self._has_known_parts():
                 return False
             self._known_parts, self._blueprints = parts, {}
         if self.activation_fn is not self._stock_activation_fn or torch_module._global_forward_hooks:
             return False
         return not any(part is not None and has_hooks(part) for part in parts)
 
-    def _has_plain_attention(self) -> bool:
-        attentions = [part for part in self._modules.values() if type(part) is MultiheadAttention]
-        return not any(a.bias_k is not None or a.add_zero_attn or a.use_xformers for a in attentions)
+    def _has_known_parts(self) -> bool:
+        modules = [m for m in self._modules.values() if m is not None]
+        attentions = [m for m in modules if type(m) is MultiheadAttention]
+        return (
+            all(type(m) in (nn.Linear, LayerNorm, Dropout, MultiheadAttention) for m in modules)
+            and all(type(m) in (nn.Linear, FairseqDropout) for a in attentions for m in a._modules.values())
+            and not any(a.bias_k is not None or a.add_zero_attn or a.use_xformers for a in attentions)
+        )
 
     def is_plain(self) -> bool:
         """Whether a stack may call :meth:`run` in place of the layer itself, which nothing wraps or watches."""
@@ -505,4 +510,3 @@ def _restore_attention_state(attention, incremental_state, state: list[Tensor] |
 
 
 _PLAIN_TYPES = (TransformerEncoderLayer, TransformerDecoderLayer)
-_KNOWN_TYPES = (nn.Linear, LayerNorm, Dropout, MultiheadAttention, FairseqDropout)

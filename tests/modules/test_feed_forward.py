@@ -16,7 +16,10 @@ from ls_plugin.ops.rng import draw_seed
 pytestmark = pytest.mark.filterwarnings("ignore:--activation-fn=gelu_fast")
 
 C, F, T, B = 12, 20, 5, 3
-SUBLAYER = {"Encoder": 1, "Decoder": 2}  # the position of the network in its layer, which tells its mask from others of one seed
+SUBLAYER = {
+    "Encoder": 1,
+    "Decoder": 2,
+}  # the position of the network in its layer, which tells its mask from others of one seed
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
 
 
