@@ -14,7 +14,7 @@ from fairseq.models.bart import BARTModel
 from fairseq.models.roberta import RobertaModel
 from fairseq.models.transformer import TransformerModel
 from fairseq.models.transformer_lm import TransformerLanguageModel
-from fairseq_cli import preprocess, train
+from fairseq_cli import eval_lm, preprocess, train
 
 PLUGIN = Path(__file__).resolve().parents[2] / "ls_plugin"
 COMMON = shlex.split(
@@ -31,6 +31,12 @@ FLAGS = {
     "transformer_lm": f"--criterion cross_entropy {MONOLINGUAL} language_modeling {LM_WIDTHS} {DECODER}",
     "bart_base": f"--criterion cross_entropy {MONOLINGUAL} denoising --mask 0.3 --mask-length word {ENCODER} {DECODER}",
     "roberta": f"--criterion masked_lm {MONOLINGUAL} masked_lm {ENCODER}",
+}
+OUR_CRITERIONS = {
+    "transformer": "--criterion ls_label_smoothed_cross_entropy",
+    "transformer_lm": "--criterion ls_cross_entropy",
+    "bart_base": "--criterion ls_cross_entropy",
+    "roberta": "",
 }
 STOCK_CLASSES = {
     "transformer": TransformerModel,
@@ -59,8 +65,10 @@ def train_arch(data, tmp_path_factory):
         if arch not in folders:
             folders[arch] = tmp_path_factory.mktemp(arch)
             stock_arch = arch.removeprefix("ls_")
-            flags = [str(data[stock_arch]), "--arch", arch, *shlex.split(FLAGS[stock_arch]), *COMMON]
-            flags += ["--optimizer", "ls_adam" if arch.startswith("ls_") else "adam", "--save-dir", str(folders[arch])]
+            flags = [str(data[stock_arch]), "--arch", arch, *shlex.split(FLAGS[stock_arch]), "--optimizer", "adam"]
+            if arch != stock_arch:  # the last one counts
+                flags += ["--optimizer", "ls_adam", *shlex.split(OUR_CRITERIONS[stock_arch])]
+            flags += [*COMMON, "--save-dir", str(folders[arch])]
             args = options.parse_args_and_arch(options.get_training_parser(), flags)
             train.main(convert_namespace_to_omegaconf(args))
         return folders[arch]
@@ -75,17 +83,19 @@ def load(folder: Path) -> dict:
 # --- fairseq-eval-lm
 
 
-def test_stock_finds_the_perplexity_that_we_find_without_the_plugin(commands, data, train_arch):
+def test_stock_finds_the_perplexity_that_we_find_without_the_plugin(commands, data, train_arch, caplog):
     checkpoint = train_arch("ls_transformer_lm") / "checkpoint_last.pt"
-    flags = [data["transformer_lm"], "--path", checkpoint, "--gen-subset", "test", "--max-tokens", 256, "--cpu"]
-    runs = [
-        commands.start("fairseq_cli.eval_lm", *flags, plugin=False),
-        commands.start("fairseq_cli.eval_lm", *flags, "--user-dir", PLUGIN),
-    ]
-    logs = [commands.finish(run) for run in runs]
-    assert ["ls_plugin" in log for log in logs] == [False, True]
-    (stock, ours) = (re.search(r"Loss \(base 2\): ([\d.]+), Perplexity: ([\d.]+)", log).groups() for log in logs)
+    flags = [data["transformer_lm"], "--path", checkpoint, "--gen-subset", "valid", "--cpu"]
+    flags += ["--tokens-per-sample", 32]  # longer blocks than in training would be left out, all of them
+    process = commands.start("fairseq_cli.eval_lm", *flags, plugin=False)
+    with caplog.at_level("INFO"):
+        args = options.parse_args_and_arch(options.get_eval_lm_parser(), [str(flag) for flag in flags])
+        eval_lm.main(convert_namespace_to_omegaconf(args))
+    logs = [commands.finish(process), caplog.text]
+    assert "ls_plugin" not in logs[0]
+    stock, ours = (re.search(r"Loss \(base 2\): ([\d.]+), Perplexity: ([\d.]+)", log).groups() for log in logs)
     assert stock == ours
+    assert 15 < float(ours[1]) < 30  # of 24 words, after three updates; nothing scored would be 1
 
 
 # --- from_pretrained
@@ -150,7 +160,8 @@ HYDRA = [
 ]
 LM_SIZES = {"embed_dim": 32, "input_dim": 32, "output_dim": 32, "ffn_embed_dim": 64, "layers": 2, "attention_heads": 2}
 LANGUAGE_MODEL = [
-    *("task=language_modeling", "task.tokens_per_sample=32", "criterion=cross_entropy"),
+    *("task=language_modeling", "task.tokens_per_sample=32"),
+    *("criterion=cross_entropy", "criterion._name=ls_cross_entropy"),
     *("model=transformer_lm/transformer_lm_gpt", "+model._name=ls_transformer_lm", "model.activation_fn=relu"),
     *("model.decoder_normalize_before=false", "model.dropout=0", "model.attention_dropout=0"),
     *(f"model.decoder_{name}={n}" for name, n in LM_SIZES.items()),
@@ -189,5 +200,6 @@ def test_hydra_trains_as_the_command_line_does(commands, data, train_arch, tmp_p
     commands.run("fairseq_cli.hydra_train", *arguments[arch], *HYDRA, *paths)
     state, expected = load(tmp_path), load(train_arch(arch))
     assert state["cfg"]["model"]["_name"] == arch
-    assert state["ls_plugin"]["model"] == f"ls_{arch}" and state["ls_plugin"]["optimizer"] == "ls_adam"
+    criterion = OUR_CRITERIONS[arch].split()[-1]
+    assert state["ls_plugin"] == {"model": f"ls_{arch}", "criterion": criterion, "optimizer": "ls_adam"}
     assert state["extra_state"]["val_loss"] == pytest.approx(expected["extra_state"]["val_loss"], abs=2e-3)
