@@ -14,6 +14,14 @@ class EncoderDecoderTwin(Twin):
     """The hooks of fairseq's ``TransformerModel``, for it and its subclasses."""
 
     @classmethod
+    def build_model(cls, args, task):
+        model = super().build_model(args, task)
+        # The one place where fairseq reads attention weights in training: the loss over given alignments.
+        options = getattr(task, "cfg", None) or getattr(task, "args", None)
+        model.decoder.attention_in_training = bool(getattr(options, "load_alignments", False))
+        return model
+
+    @classmethod
     def build_embedding(cls, args, dictionary, embed_dim, path=None):
         return fused_embedding(super().build_embedding(args, dictionary, embed_dim, path))
 
