@@ -94,9 +94,7 @@ def _flag(name: str) -> str:
 
 
 def _value(args, name: str):
-    """An argument by its flat name, also where it is nested: encoder_layers is encoder.layers there."""
-    value = getattr(args, name, None)
+    """An argument by its flat name; where the group is nested (encoder.layers), fairseq reads that in place of the flat one."""
     nested = re.match("(encoder|decoder|quant_noise)_(.*)", name)
-    if value is None and nested:
-        value = getattr(getattr(args, nested[1], None), nested[2], None)
-    return value
+    group = getattr(args, nested[1], None) if nested else None
+    return getattr(args, name, None) if group is None else getattr(group, nested[2], None)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from fairseq import models
 from fairseq.models import (
     ARCH_CONFIG_REGISTRY,
     ARCH_MODEL_INV_REGISTRY,
@@ -14,11 +15,12 @@ from fairseq.models import (
     MODEL_REGISTRY,
 )
 from fairseq.trainer import Trainer
+from omegaconf import OmegaConf
 
 from ls_plugin.errors import UnsupportedError
 from ls_plugin.models import unsupported
 from ls_plugin.models.unsupported import unsupported_reasons
-from tests.models.families import FAMILIES, batch, build, build_twins, tiny_args
+from tests.models.families import FAMILIES, batch, build, build_twins, task, tiny_args
 
 STOCK_MODELS = ["transformer", "transformer_lm", "bart", "roberta"]
 
@@ -99,9 +101,13 @@ def test_all_reasons_are_given_at_once():
 
 
 def test_nested_configurations_are_searched():
-    nested = Namespace(quant_noise=Namespace(pq=0.1), decoder=Namespace(xformers_att_config="{}"), encoder=Namespace())
-    reasons = unsupported_reasons(nested)
-    assert [reason.split()[0] for reason in reasons] == ["--quant-noise-pq", "--decoder-xformers-att-config"]
+    """As a file for Hydra may have them; the defaults of the architecture then stand beside them, flat, and count for nothing."""
+    nested = {"quant_noise": {"pq": 0.1}, "decoder": {"xformers_att_config": "{}"}, "encoder": {"layers": 2}}
+    cfg = OmegaConf.create({"_name": "ls_transformer", "quant_noise_pq": 0, **nested})
+    with pytest.raises(
+        UnsupportedError, match=r"--quant-noise-pq 0\.1: .*--decoder-xformers-att-config .*--arch transformer"
+    ):
+        models.build_model(cfg, task())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
