@@ -44,6 +44,17 @@ def _with(**arguments) -> Callable:
     return lambda model, inputs: model(**inputs, **arguments)
 
 
+def _aligned(**arguments) -> Callable:
+    """With a term of the attention in the output, so that the gradient flows through the attention, as from the loss over alignments."""
+
+    def call(model, inputs):
+        output, extra = model(**inputs, **arguments)
+        words = inputs["prev_output_tokens"].ne(PAD)
+        return output + extra["attn"][0][words].square().sum(), extra
+
+    return call
+
+
 def _full_context_alignment(model, inputs):
     if not hasattr(model, "encoder"):
         return model.decoder(inputs["src_tokens"], full_context_alignment=True)
@@ -166,8 +177,8 @@ CALLS = {
     "features_only": (("transformer", "bart", "transformer_lm", "roberta"), {}, _with(features_only=True)),
     "no_hiddens": (("transformer", "bart"), {}, _with(return_all_hiddens=False)),
     "all_hiddens": (("roberta",), {}, _with(return_all_hiddens=True)),
-    "alignment_layer": (("transformer", "bart"), {}, _with(alignment_layer=0)),
-    "alignment_heads": (("transformer", "bart"), {}, _with(alignment_layer=1, alignment_heads=1)),
+    "alignment_layer": (("transformer", "bart"), {}, _aligned(alignment_layer=0)),
+    "alignment_heads": (("transformer", "bart"), {}, _aligned(alignment_layer=1, alignment_heads=1)),
     "full_context_alignment": (("transformer", "bart", "transformer_lm"), {}, _full_context_alignment),
     "full_context_cross_self": (("transformer",), {"cross_self_attention": True}, _full_context_alignment),
     "token_embeddings": (("transformer", "bart", "roberta"), {}, _token_embeddings),
@@ -317,7 +328,7 @@ def _compare(actual: Result, torch_result: Result, exact: Result, train: bool, w
         _assert_close(*states, OUTPUT_FACTOR, f"{what}, state {i}")
     if exact.attn is None:
         assert actual.attn is None, what
-    elif not train or actual.attn is not None:
+    elif not train or actual.attn is not None:  # in training it is computed where it is asked for
         _assert_close(actual.attn, torch_result.attn, exact.attn, OUTPUT_FACTOR, f"{what}, attention")
     assert actual.grads.keys() == exact.grads.keys()
     scale = max((g.abs().max().item() for g in exact.grads.values() if g is not None), default=0.0)
