@@ -23,7 +23,7 @@ from ls_plugin import ops
 from ls_plugin.criterions import CrossEntropyCriterion, LabelSmoothedCrossEntropyCriterion, token_loss
 from ls_plugin.criterions.projection import saves_memory
 from ls_plugin.errors import UnsupportedError
-from ls_plugin.models import LightSeqTransformerModel
+from ls_plugin.models import LightSeqBARTModel, LightSeqTransformerLanguageModel, LightSeqTransformerModel
 
 linear_cross_entropy = importlib.import_module("ls_plugin.ops.linear_cross_entropy")
 PAD, B, T = 1, 5, 11
@@ -70,9 +70,10 @@ def build(cls=TransformerModel, **options):
     task = make_task()
     task.output_dictionary = task.dictionary
     args = Namespace(**{**SIZES, "tokens_per_sample": 32, "task": "translation", **options})
-    {BARTModel: bart_base_architecture, TransformerLanguageModel: base_lm_architecture}.get(cls, lambda args: None)(
-        args
-    )
+    if issubclass(cls, BARTModel):
+        bart_base_architecture(args)
+    elif issubclass(cls, TransformerLanguageModel):
+        base_lm_architecture(args)
     torch.manual_seed(1)
     return cls.build_model(args, task).train()
 
@@ -127,6 +128,8 @@ MODELS = {
     "lm_untied": (TransformerLanguageModel, {}),
     "lm_tied": (TransformerLanguageModel, TIED),
     "bart": (BARTModel, {"max_source_positions": 32}),
+    "ls_lm_tied": (LightSeqTransformerLanguageModel, TIED),
+    "ls_bart": (LightSeqBARTModel, {"max_source_positions": 32}),
 }
 CRITERIONS = {
     "smoothed": (SMOOTHED, {}, {}),
@@ -203,6 +206,14 @@ def test_memory_decides(monkeypatch, dtype, n_tokens, n_columns, n_classes, trai
     weight = torch.empty(n_classes, n_columns, dtype=dtype, device="meta")
     with torch.set_grad_enabled(trains):
         assert saves_memory(weight, n_tokens, reduce) == expected
+
+
+def test_memory_decides_by_the_dtype_of_autocast(monkeypatch):
+    monkeypatch.undo()
+    weight = torch.empty(32_000, 512)
+    assert saves_memory(weight, 1024, True)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not saves_memory(weight, 1024, True)
 
 
 class OwnProjection(nn.Linear):
