@@ -51,10 +51,10 @@ class Run:
     seed: Tensor | None = None
     offset: int = 0
 
-    def draw(self) -> None:
+    def draw(self, device: torch.device) -> None:
         """One seed for the whole layer. Its masks are told apart by the low half of the offset."""
         if self.p > 0.0 or self.p_attention > 0.0 or self.p_activation > 0.0:
-            self.seed = draw_seed()
+            self.seed = draw_seed(device)
         self.offset = rank_offset()
 
 
@@ -247,7 +247,7 @@ apply_layer_node = super(torch.autograd.Function, LayerNode).apply
 
 def _forward(ctx, run, x, y, kv, params):
     kernels = _library.kernels()
-    run.draw()
+    run.draw(y.device)
     shape = y.shape
     saved, counts, weights = [], [], None
     at = 0

@@ -38,6 +38,7 @@ def run_stack(
     """
     plain = [getattr(layer, "is_plain", bool)() for layer in layers]
     n_layers, outputs, weights = len(layers), [], None
+    x = x.contiguous()
     y = None  # the stream normed for the next layer, where that is done already
     for i, layer in enumerate(layers):
         kept = None
@@ -62,7 +63,7 @@ def run_stack(
             x = total if pre_norm else y
         else:
             output, kept, layer_weights = call(layer, x.transpose(0, 1), i)
-            x, y = output.transpose(0, 1), None
+            x, y = output.transpose(0, 1).contiguous(), None
         weights = layer_weights if i == weights_of else weights
         outputs.append((x.transpose(0, 1), kept))
     if final_norm is not None:

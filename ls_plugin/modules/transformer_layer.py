@@ -83,6 +83,7 @@ class _FusedLayer:
             all(type(m) in (nn.Linear, LayerNorm, Dropout, MultiheadAttention) for m in modules)
             and all(type(m) in (nn.Linear, FairseqDropout) for a in attentions for m in a._modules.values())
             and not any(a.bias_k is not None or a.add_zero_attn or a.use_xformers for a in attentions)
+            and all(m.bias is not None for m in self.modules() if type(m) is nn.Linear)
         )
 
     def is_plain(self) -> bool:
@@ -486,7 +487,7 @@ def split_heads(x: Tensor, n_heads: int) -> Tensor:
 
 
 def _as_bool(mask: Tensor | None) -> Tensor | None:
-    return mask if mask is None or mask.dtype == torch.bool else mask.to(torch.bool)
+    return None if mask is None else mask.to(torch.bool).contiguous()
 
 
 def _barred(attn_mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -58,7 +58,7 @@ def masks_of_the_node(monkeypatch, cuda_kernels=False):
     # On the CPU attention is one op, with the CUDA kernels its softmax draws the mask.
     attention = "attention_softmax" if cuda_kernels else "fused_attention"
     with monkeypatch.context() as patch:
-        patch.setattr(layer_node, "draw_seed", lambda: SEED)
+        patch.setattr(layer_node, "draw_seed", lambda _: SEED)
         for name in ("fused_attention", "attention_softmax"):
             patch.setattr(sys.modules[f"ls_plugin.ops.{name}"], "draw_seed", lambda *_: SEED)
         for name in (attention, "bias_dropout_residual", "residual_layer_norm", "bias_act_dropout"):
