@@ -1,6 +1,7 @@
 """Every flag that is honoured, for every family: same weights in, same outputs and gradients out as fairseq's own model.
 
-fp64 runs the reference ops and shows that the maths is the same; fp32 runs the kernels, and in training one autograd node per layer.
+fp64 runs the reference ops and shows that the maths is the same; fp32 runs the kernels, and in training one autograd node per layer. There
+the errors against stock in fp64 are compared, by the rule of the op tests: ours may be twice (gradients three times) stock's own.
 """
 
 import copy
@@ -17,12 +18,10 @@ from torch import Tensor
 from ls_plugin.models.unsupported import ACTIVATIONS
 from ls_plugin.modules import TransformerDecoderLayer, TransformerEncoderLayer
 from tests.models.families import PAD, PADDINGS, batch, build_twins
-from tests.ops.accuracy import assert_as_accurate
+from tests.ops.accuracy import GRAD_FACTOR, VALUE_FACTOR, assert_as_accurate
 
 EVALUATED = ("left", "empty sentence")
 OUR_LAYERS = (TransformerEncoderLayer, TransformerDecoderLayer)
-# Errors relative to fp64, of ours in units of stock's: another order of summation, through two layers and back.
-OUTPUT_FACTOR, GRAD_FACTOR = 3.0, 4.0
 FP64_TOLERANCE = 1e-12  # of the largest value
 
 
@@ -322,14 +321,14 @@ def test_equals_stock(case):
 
 def _compare(actual: Result, torch_result: Result, exact: Result, train: bool, what: str) -> None:
     what = f"{what}, {'train' if train else 'eval'}"
-    _assert_close(actual.output, torch_result.output, exact.output, OUTPUT_FACTOR, f"{what}, output")
+    _assert_close(actual.output, torch_result.output, exact.output, VALUE_FACTOR, f"{what}, output")
     assert len(actual.states) == len(exact.states), what
     for i, states in enumerate(zip(actual.states, torch_result.states, exact.states, strict=True)):
-        _assert_close(*states, OUTPUT_FACTOR, f"{what}, state {i}")
+        _assert_close(*states, VALUE_FACTOR, f"{what}, state {i}")
     if exact.attn is None:
         assert actual.attn is None, what
     elif not train or actual.attn is not None:  # in training it is computed where it is asked for
-        _assert_close(actual.attn, torch_result.attn, exact.attn, OUTPUT_FACTOR, f"{what}, attention")
+        _assert_close(actual.attn, torch_result.attn, exact.attn, VALUE_FACTOR, f"{what}, attention")
     assert actual.grads.keys() == exact.grads.keys()
     scale = max((g.abs().max().item() for g in exact.grads.values() if g is not None), default=0.0)
     for name, grad in exact.grads.items():
