@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ls_plugin.models.unsupported import ACTIVATIONS
 from ls_plugin.modules import TransformerDecoderLayer, TransformerEncoderLayer
+from ls_plugin.optim import ContiguousAdam
 from tests.models.families import PAD, PADDINGS, batch, build_twins
 from tests.ops.accuracy import GRAD_FACTOR, VALUE_FACTOR, assert_as_accurate
 
@@ -352,3 +353,52 @@ def _assert_close(
         )
     else:
         assert_as_accurate(actual, torch_result, exact, factor, what, magnitude)
+
+
+IN_BUFFERS = [
+    *(
+        "transformer-post_norm",
+        "transformer-share_all",
+        "transformer-merge_embeddings",
+        "transformer-cross_self_attention",
+    ),
+    *("transformer-unequal_widths", "transformer-many_at_once", "transformer-frozen_all_but_keys"),
+    *("transformer-frozen_decoder_layers", "transformer-frozen_queries_and_biases", "transformer-alignment_heads"),
+    *("transformer_lm-gpt", "transformer_lm-adaptive_tied", "transformer_lm-layerdrop", "bart-bart", "roberta-roberta"),
+    *("roberta-untied", "roberta-checkpoint_activations", "roberta-adaptive_pruning_loss"),
+]
+
+
+@pytest.mark.parametrize("name", IN_BUFFERS)
+def test_gradients_accumulate_in_the_buffers_of_the_optimizer(name):
+    """Two batches a step, two steps: with ls_adam the gradients of a node are written into one buffer, or added to what is there."""
+    case = CASES[name]
+    stock, ours = build_twins(case.family, **case.options)
+    for model in (stock, ours):
+        for parameter_name, p in model.named_parameters():
+            p.requires_grad_(re.match(case.frozen, parameter_name) is None)
+    optimizer = ContiguousAdam([p for p in ours.parameters() if p.requires_grad], lr=1e-3)
+    for step in range(2):
+        stock.load_state_dict(ours.state_dict(), strict=True)
+        stock.zero_grad()
+        optimizer.zero_grad()
+        for padding in ("left", "unpadded"):
+            for model in (stock, ours):
+                _backward(case, model, batch(case.family, padding))
+        expected = {parameter_name: p.grad for parameter_name, p in stock.named_parameters()}
+        scale = max(grad.abs().max().item() for grad in expected.values() if grad is not None)
+        for parameter_name, p in ours.named_parameters():
+            grad = expected[parameter_name]
+            assert (p.grad is None) == (grad is None), parameter_name
+            if grad is not None:
+                assert (p.grad - grad).abs().max().item() <= 1e-5 * scale, f"step {step}, {parameter_name}"
+        optimizer.step()
+
+
+def _backward(case: Case, model, inputs: dict[str, Tensor]) -> None:
+    model.train()
+    torch.default_generator.manual_seed(3)
+    output, _ = (case.call or _with())(model, inputs)
+    target = inputs.get("prev_output_tokens", inputs["src_tokens"])
+    words = target.ne(PAD)
+    _loss(model, output[words], target[words]).backward()
