@@ -10,11 +10,15 @@ from fairseq.models.transformer import TransformerConfig
 from fairseq.modules import FairseqDropout
 from torch import nn
 
-from ls_plugin import modules, ops
+from ls_plugin import _library, modules, ops
 from ls_plugin.modules import layer_node
 from ls_plugin.modules.stack import joint_keys_and_values
 from ls_plugin.modules.transformer_layer import Context
 from ls_plugin.optim.adam import ContiguousAdam
+
+pytestmark = pytest.mark.skipif(
+    not _library.status().loaded, reason="without the compiled library layers are composed of ops"
+)
 
 B, T, S, C, E, F, H = 3, 6, 5, 12, 8, 20, 3
 TOLERANCE = {"rtol": 1e-5, "atol": 2e-6}
