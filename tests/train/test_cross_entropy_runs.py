@@ -98,6 +98,7 @@ def test_language_models_continue_across_the_criterions(runs, commands, english,
     assert_parity([validated], [validation(runs["stock"][1])[0]])
 
 
+@pytest.mark.slow
 def test_translation_by_blocks_equals_stock(commands, training_flags, losses, tmp_path):
     """Tied embeddings, accumulated gradients and an ignored prefix."""
     extra = shlex.split("--update-freq 2 --ignore-prefix-size 1 --share-decoder-input-output-embed --max-update 10")
