@@ -47,29 +47,47 @@ inline void pack_rows(const scalar_t* x, int64_t stride, int64_t n_rows, int64_t
   }
 }
 
+// Two vectors swap blocks of kWidth lanes: the first keeps its even blocks and gets the second's even ones, the second keeps its odd ones.
+template <int kWidth>
+inline void swap_blocks(vfloat& first, vfloat& second) {
+  const vfloat a = first, b = second;
+#if defined(__clang__)
+  for (int l = 0; l < kLanes; ++l) {
+    first[l] = l & kWidth ? b[l - kWidth] : a[l];
+    second[l] = l & kWidth ? b[l] : a[l + kWidth];
+  }
+#else
+  vint take_first, take_second;  // lanes of the pair, the second vector's from kLanes on
+  for (int l = 0; l < kLanes; ++l) {
+    take_first[l] = l & kWidth ? kLanes + l - kWidth : l;
+    take_second[l] = l & kWidth ? kLanes + l : l + kWidth;
+  }
+  first = __builtin_shuffle(a, b, take_first);
+  second = __builtin_shuffle(a, b, take_second);
+#endif
+}
+
 // x[i][j] becomes x[j][i], for kLanes x kLanes elements: at each step pairs of rows `width` apart swap blocks of that width.
 template <int kWidth = 1>
 inline void transpose(vfloat (&x)[kLanes]) {
   if constexpr (kWidth < kLanes) {
-    vint take_first, take_second;  // lanes of the pair, the second vector's from kLanes on
-    for (int l = 0; l < kLanes; ++l) {
-      take_first[l] = l & kWidth ? kLanes + l - kWidth : l;
-      take_second[l] = l & kWidth ? kLanes + l : l + kWidth;
-    }
-    for (int i = 0; i < kLanes; ++i) {
-      if (i & kWidth) continue;
-      const vfloat first = x[i], second = x[i + kWidth];
-#if defined(__clang__)
-      for (int l = 0; l < kLanes; ++l) {
-        x[i][l] = l & kWidth ? second[l - kWidth] : first[l];
-        x[i + kWidth][l] = l & kWidth ? second[l] : first[l + kWidth];
-      }
-#else
-      x[i] = __builtin_shuffle(first, second, take_first);
-      x[i + kWidth] = __builtin_shuffle(first, second, take_second);
-#endif
-    }
+    for (int i = 0; i < kLanes; ++i)
+      if ((i & kWidth) == 0) swap_blocks<kWidth>(x[i], x[i + kWidth]);
     transpose<2 * kWidth>(x);
+  }
+}
+
+// The sums of kLanes vectors' lanes, lane i that of x[i]: at each step two vectors of partial sums become one.
+template <int kWidth = kLanes / 2>
+inline vfloat sums_of_lanes(vfloat (&x)[kLanes]) {
+  if constexpr (kWidth == 0) {
+    return x[0];
+  } else {
+    for (int i = 0; i < kWidth; ++i) {
+      swap_blocks<kWidth>(x[i], x[i + kWidth]);
+      x[i] += x[i + kWidth];
+    }
+    return sums_of_lanes<kWidth / 2>(x);
   }
 }
 
@@ -97,24 +115,24 @@ inline void transpose_panels(Panels x, int64_t n_rows, int64_t n_cols, Panels ou
 
 // c(i, j) = or += sum over k of A(i, k) b[k * row_stride + j] for a tile of kRows x (kVectors kLanes) elements.
 // A(i, k) = a[k * lda + i] if kTransposed, else a[i * lda + k].
-template <int kRows, int kVectors, bool kTransposed>
-__attribute__((noinline)) void multiply_tile(int64_t n_k, const float* a, int64_t lda, const float* b, int64_t row_stride,
+template <int kRows, int kVectors, bool kTransposed, typename scalar_t>
+__attribute__((noinline)) void multiply_tile(int64_t n_k, const float* a, int64_t lda, const scalar_t* b, int64_t row_stride,
                                              float* c, int64_t ldc, bool add) {
   vfloat sum[kRows][kVectors] = {};
   for (int64_t k = 0; k < n_k; ++k) {
     vfloat right[kVectors];
-#pragma GCC unroll 2
+#pragma GCC unroll 8
     for (int v = 0; v < kVectors; ++v) right[v] = load(b + k * row_stride + v * kLanes);
 #pragma GCC unroll 6
     for (int i = 0; i < kRows; ++i) {
       const vfloat left = broadcast(kTransposed ? a[k * lda + i] : a[i * lda + k]);
-#pragma GCC unroll 2
+#pragma GCC unroll 8
       for (int v = 0; v < kVectors; ++v) sum[i][v] += left * right[v];
     }
   }
 #pragma GCC unroll 6
   for (int i = 0; i < kRows; ++i) {
-#pragma GCC unroll 2
+#pragma GCC unroll 8
     for (int v = 0; v < kVectors; ++v) {
       float* to = c + i * ldc + v * kLanes;
       store(to, add ? load(to) + sum[i][v] : sum[i][v]);
@@ -168,6 +186,48 @@ inline void multiply(int64_t n_rows, int64_t n_cols, const float* a, int64_t lda
       }
     }
   }
+}
+
+// The products of few rows A, whose arithmetic is less than packing B would cost: B is read where it lies, in its own type. The columns
+// of B are whole vectors.
+
+// C = A B^T, A (n_rows, n_k), B (n_cols, n_k); C is written in whole vectors, with anything finite B holds in the lanes beyond. kLanes rows of B go
+// together, whose sums make a vector of C.
+template <typename scalar_t>
+inline void multiply_few_by_transposed(int64_t n_rows, int64_t n_cols, int64_t n_k, const float* a, int64_t lda,
+                                       const scalar_t* b, int64_t ldb, float* c, int64_t ldc) {
+  for (int64_t j = 0; j < n_cols; j += kLanes) {
+    const scalar_t* right[kLanes];
+    for (int l = 0; l < kLanes; ++l) right[l] = b + std::min(j + l, n_cols - 1) * ldb;
+    for (int64_t i = 0; i < n_rows; ++i) {
+      vfloat sum[kLanes] = {};
+      for (int64_t k = 0; k < n_k; k += kLanes) {
+        const vfloat left = load(a + i * lda + k);
+#pragma GCC unroll 16
+        for (int l = 0; l < kLanes; ++l) sum[l] += left * load(right[l] + k);
+      }
+      store(c + i * ldc + j, sums_of_lanes(sum));
+    }
+  }
+}
+
+// kRows rows of C = A B, in tiles of kVectors vectors and what is left in narrower ones.
+template <int kRows, int kVectors, typename scalar_t>
+inline void multiply_rows(int64_t n_cols, int64_t n_k, const float* a, int64_t lda, const scalar_t* b, int64_t ldb, float* c,
+                          int64_t ldc) {
+  int64_t j = 0;
+  for (; j + kVectors * kLanes <= n_cols; j += kVectors * kLanes)
+    multiply_tile<kRows, kVectors, false>(n_k, a, lda, b + j, ldb, c + j, ldc, /*add=*/false);
+  if constexpr (kVectors > 1) multiply_rows<kRows, kVectors / 2>(n_cols - j, n_k, a, lda, b + j, ldb, c + j, ldc);
+}
+
+// C = A B, A (n_rows, n_k), B (n_k, n_cols): 8 sums in flight, of one row or of two.
+template <typename scalar_t>
+inline void multiply_few(int64_t n_rows, int64_t n_cols, int64_t n_k, const float* a, int64_t lda, const scalar_t* b,
+                         int64_t ldb, float* c, int64_t ldc) {
+  int64_t i = 0;
+  for (; i + 2 <= n_rows; i += 2) multiply_rows<2, 4>(n_cols, n_k, a + i * lda, lda, b, ldb, c + i * ldc, ldc);
+  if (i < n_rows) multiply_rows<1, 8>(n_cols, n_k, a + i * lda, lda, b, ldb, c + i * ldc, ldc);
 }
 
 }  // namespace ls::cpu::LS_ISA

@@ -135,6 +135,17 @@ def test_causal(backend, shape, dtype, p, padded):
     compare(inputs, padding_of(shape, backend.device) if padded else None, True, p, with_bias=padded)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+@pytest.mark.parametrize("n_queries", range(1, 10))
+def test_few_queries(backend, dtype, n_queries):
+    """As in decoding, where the CPU kernel reads the keys where they lie; up to 8 queries, in whole vectors of each instruction set."""
+    for n_keys, head_dim, causal, change in ((37, 80, False, torch.Tensor.contiguous), (16, 48, True, misaligned)):
+        shape = (3, 2, n_queries, n_keys, head_dim)
+        *inputs, bias = sample_inputs(shape, backend.device, dtype)
+        compare([*inputs, bias], padding_of(shape, backend.device), causal, 0.0)
+        compare([*map(change, inputs), bias], None, causal, 0.0, with_bias=False)
+
+
 @pytest.mark.parametrize("p", [0.5, 1.0])
 def test_extreme_probabilities(backend, p):
     shape = (2, 2, 5, 40, 8)
