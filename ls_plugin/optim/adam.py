@@ -15,12 +15,22 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class AdamBuffer(ContiguousBuffer):
-    """A contiguous buffer with the moments of its parameters beside it: ``exp_avg``, ``exp_avg_sq``, fp32 (n,)."""
+    """A contiguous buffer with the moments of its parameters beside it: ``exp_avg``, ``exp_avg_sq``, fp32 (n,).
+
+    ``states``: of each parameter its entry in the optimizer's ``state``, or None; a look-up by tensor costs more than a step's arithmetic on
+    a small one.
+    """
 
     def __init__(self, params: list[Tensor]):
         super().__init__(params)
-        self.exp_avg = torch.zeros_like(self.param, dtype=torch.float32)
-        self.exp_avg_sq = torch.zeros_like(self.exp_avg)
+        self.exp_avg = torch.empty_like(self.param, dtype=torch.float32)
+        self.exp_avg_sq = torch.empty_like(self.exp_avg)
+        self.forget_states()
+
+    def forget_states(self) -> None:
+        self.states: list[dict | None] = [None] * len(self.params)
+        self.exp_avg.zero_()
+        self.exp_avg_sq.zero_()
 
 
 class ContiguousAdam(torch.optim.Optimizer):
@@ -114,11 +124,12 @@ class ContiguousAdam(torch.optim.Optimizer):
         self.grad_scale.apply_to(self.buffers)
 
     def _adopt_foreign_grads(self) -> None:
-        if any(buffer.has_foreign_grad() for buffer in self.buffers):
+        foreign = [(buffer, indices) for buffer in self.buffers if (indices := buffer.foreign_grads())]
+        if foreign:
             # Foreign gradients hold true values; a pending factor concerns only those that were in the buffers before.
             self.grad_scale.apply_to(self.buffers)
-            for buffer in self.buffers:
-                buffer.adopt_foreign_grads()
+        for buffer, indices in foreign:
+            buffer.adopt(indices)
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -141,7 +152,7 @@ class ContiguousAdam(torch.optim.Optimizer):
     def _step_buffer(self, group: dict, buffer: AdamBuffer) -> None:
         beta1, beta2 = group["betas"]
         scale = self.grad_scale.tensor(buffer.grad.device)
-        steps = [self.state[p]["step"] if p in self.state else 0 for p in buffer.params]
+        steps = [0 if state is None else state["step"] for state in buffer.states]
         for run in buffer.runs(steps):
             at = slice(run.start, run.stop)
             step = steps[run.indices[0]] + 1
@@ -163,8 +174,9 @@ class ContiguousAdam(torch.optim.Optimizer):
 
     def _state_of(self, buffer: AdamBuffer, index: int) -> dict:
         """The state of one parameter, made on first use."""
-        state = self.state[buffer.params[index]]
-        if not state:
+        state = buffer.states[index]
+        if state is None:
+            state = buffer.states[index] = self.state[buffer.params[index]]
             state.update(step=0)
             state.update({name: buffer.view(getattr(buffer, name), index) for name in _MOMENTS})
         return state
@@ -188,8 +200,7 @@ class ContiguousAdam(torch.optim.Optimizer):
             )
         self.state.clear()
         for buffer in self.buffers:
-            buffer.exp_avg.zero_()
-            buffer.exp_avg_sq.zero_()
+            buffer.forget_states()
         for saved_group, group, buffers in zip(saved_groups, self.param_groups, self._buffers, strict=True):
             group.update({key: value for key, value in saved_group.items() if key in self.defaults})
             saved_state = {

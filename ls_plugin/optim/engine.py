@@ -8,8 +8,9 @@ ones together before the step. Later gradients accumulate.
 """
 
 import dataclasses
+import itertools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -65,10 +66,12 @@ class ContiguousBuffer:
             home = self.view(self.param, i)
             home.copy_(p.data)
             p.data = home
+        self._addresses = [p.data_ptr() for p in self.params]
+        self._grad_addresses = [home.data_ptr() for home in self._grad_views]
         self._claimed = bytearray(len(self.params))  # which places of gradients were given away
         self._places: dict = {}  # (first, n) -> the place of n neighbours
         packing.set_owner(self.params, self)
-        self.adopt_foreign_grads()
+        self.adopt(self.foreign_grads())
         self._install_hooks()
 
     def view(self, buffer: Tensor, index: int) -> Tensor:
@@ -83,7 +86,7 @@ class ContiguousBuffer:
         def adopt(index: int) -> None:
             owner = engine()
             if owner is not None:
-                owner._adopt((index,))
+                owner.adopt((index,))
 
         for i, p in enumerate(self.params):
             if p in _hooks:
@@ -110,33 +113,27 @@ class ContiguousBuffer:
             return _NOT_ADJACENT
         return self.grad[begin:end].view(sum(p.shape[0] for p in members), *members[0].shape[1:])
 
-    def _adopt(self, indices) -> None:
+    def foreign_grads(self) -> list[int]:
+        """The parameters whose gradients autograd, distributed wrappers or somebody else put elsewhere, or made anew in their place."""
+        homes = self._grad_views
+        return [i for i, p in enumerate(self.params) if (grad := p.grad) is not homes[i] and grad is not None]
+
+    def adopt(self, indices: Iterable[int]) -> None:
         """Brings the gradients of these parameters, wherever they lie, into the buffer, and makes ``p.grad`` the view again."""
         foreign, homes = [], []
         for i in indices:
             p, home = self.params[i], self._grad_views[i]
             grad = p.grad
-            if grad is home:
-                continue
             if grad.is_sparse:
                 raise RuntimeError(
                     f"ls_adam: gradients must be dense, got a sparse one of shape {tuple(grad.shape)}; build the embedding with sparse=False"
                 )
-            if grad.data_ptr() != home.data_ptr() or grad.stride() != home.stride():
+            if grad.data_ptr() != self._grad_addresses[i] or not grad.is_contiguous():
                 foreign.append(grad.detach())
                 homes.append(home)
             p.grad = home
         if foreign:
             torch._foreach_copy_(homes, foreign)
-
-    def adopt_foreign_grads(self) -> None:
-        """Brings all gradients into the buffer: those that autograd, distributed wrappers or somebody else put elsewhere."""
-        self._adopt(i for i, p in enumerate(self.params) if p.grad is not None)
-
-    def has_foreign_grad(self) -> bool:
-        return any(
-            p.grad is not None and p.grad is not home for p, home in zip(self.params, self._grad_views, strict=True)
-        )
 
     def zero_grad(self) -> None:
         self._claimed = bytearray(len(self.params))
@@ -145,27 +142,26 @@ class ContiguousBuffer:
 
     def check_views(self) -> None:
         """Raises RuntimeError if a parameter's memory was replaced, for then an update would miss the model."""
-        base, size = self.param.data_ptr(), self.param.element_size()
-        for p, offset in zip(self.params, self.offsets, strict=True):
-            if p.numel() and p.data_ptr() != base + offset * size:
+        addresses = [p.data_ptr() for p in self.params]
+        if addresses == self._addresses:
+            return
+        for p, address, expected in zip(self.params, addresses, self._addresses, strict=True):
+            if p.numel() and address != expected:
                 raise RuntimeError(
                     f"ls_adam: a parameter of shape {tuple(p.shape)} must live in the optimizer's buffer, but its memory was replaced "
                     "(model.to(), .half() or .data = after the optimizer was built?); build the optimizer after such changes"
                 )
 
-    def runs(self, keys: list | None = None) -> Iterator[Run]:
-        """Maximal runs of neighbours that have a gradient, and the same key where ``keys`` (one per parameter) are given."""
-        first = None
-        for i in range(len(self.params) + 1):
-            touched = i < len(self.params) and self.params[i].grad is not None
-            ends = first is not None and (not touched or (keys is not None and keys[i] != keys[first]))
-            if ends:
-                stop = self.offsets[i] if i < len(self.params) else self.n_elem
-                yield Run(self.offsets[first], stop, range(first, i))
-            if touched and (first is None or ends):
-                first = i
-            elif not touched:
-                first = None
+    def runs(self, keys: Iterable[Hashable] = itertools.repeat(True)) -> Iterator[Run]:
+        """Maximal runs of neighbours that have a gradient, and the same key where ``keys`` (one per parameter, none None) are given."""
+        marks = [None if p.grad is None else key for p, key in zip(self.params, keys, strict=False)]
+        first = 0
+        for mark, members in itertools.groupby(marks):
+            end = first + len(list(members))
+            if mark is not None:
+                stop = self.offsets[end] if end < len(marks) else self.n_elem
+                yield Run(self.offsets[first], stop, range(first, end))
+            first = end
 
     def grads(self) -> list[Tensor]:
         """The pieces of the gradient buffer that are set."""
