@@ -16,6 +16,7 @@ Dimensions: B batch, T target or source length, S source length, C model width, 
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -276,10 +277,9 @@ def _forward(ctx, run, x, y, kv, params):
     return x if run.pre_norm else None, y, weights
 
 
-def _backward(ctx, grad_x, grad_y, grad_weights):
+def _backward(ctx, tensors, grad_x, grad_y, grad_weights):
     run, shape = ctx.run, ctx.shape
     n_params = len(ctx.needs_input_grad) - 4
-    tensors = ctx.saved_tensors
     params, saved = tensors[:n_params], tensors[n_params:]
     needs = ctx.needs_input_grad[4:]
     grads: list = [None] * n_params
@@ -349,9 +349,35 @@ def _residual_backward(run, grad_sum, grad_y, statistics, norm_weight, offset, n
     return grad_out, grad_sum, (grad_bias if needs_bias else None, None, None)
 
 
+_latest_task = (-1, True)  # a run of autograd's engine, and whether it fills p.grad
+
+
+def _fills_grads(ctx) -> bool:
+    """Whether the engine runs a backward(), and not torch.autograd.grad(), whose caller keeps the gradients. Asked once in a run."""
+    global _latest_task
+    task = torch._C._current_graph_task_id()
+    if _latest_task[0] != task:
+        leaf = next((node for node, _ in reversed(ctx.next_functions) if hasattr(node, "variable")), None)
+        try:
+            fills = leaf is None or torch._C._will_engine_execute_node(leaf)
+        except RuntimeError:  # its answer for a leaf whose gradient is handed out
+            fills = False
+        _latest_task = (task, fills)
+    return _latest_task[1]
+
+
+def _saved(ctx) -> Sequence[Tensor | None]:
+    """The saved tensors. To be called where autograd works: activation checkpointing computes them anew."""
+    if _fills_grads(ctx):
+        return ctx.saved_tensors
+    # Parameters that claim_grad does not know: what the caller keeps must not lie in the optimizer's buffer.
+    return [None if t is None else t.detach() for t in ctx.saved_tensors]
+
+
 def _backward_below_autograd(ctx, *grads):
+    tensors = _saved(ctx)
     with torch._C._AutoDispatchBelowAutograd():
-        return _backward(ctx, *grads)
+        return _backward(ctx, tensors, *grads)
 
 
 _refused_if_used = differentiable_once("ls_plugin layer")(_backward_below_autograd)
@@ -385,8 +411,8 @@ class JointKeysAndValues(torch.autograd.Function):
 
 
 def _keys_backward(ctx, *grads):
+    rows, weight, *params = _saved(ctx)
     with torch._C._AutoDispatchBelowAutograd():
-        rows, weight, *params = ctx.saved_tensors
         grad = torch.cat(grads, dim=-1).view(rows.shape[0], -1)
         n_weights, needs = 2 * ctx.n_layers, ctx.needs_input_grad[2:]
         grad_rows = grad.mm(weight).view(ctx.shape) if ctx.needs_input_grad[1] else None

@@ -9,6 +9,7 @@ import torch
 from fairseq.models.transformer import TransformerConfig
 from fairseq.modules import FairseqDropout
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from ls_plugin import _library, modules, ops
 from ls_plugin.modules import layer_node
@@ -195,6 +196,50 @@ def test_gradients_written_into_the_optimizers_buffer(times):
     assert layer.self_attn.k_proj.weight.grad.untyped_storage().data_ptr() == storage
     optimizer.zero_grad()
     torch.testing.assert_close(backward(layer, times), expected, rtol=0, atol=0)
+
+
+def test_gradients_that_were_asked_for_belong_to_the_caller():
+    """Those of torch.autograd.grad do not change when the optimizer's buffer takes the next ones."""
+    layer = make_layer(p=0.0, pre_norm=False)
+    params = list(layer.parameters())
+    optimizer = ContiguousAdam(params)
+
+    def loss():
+        x, y, context, _ = make_inputs(layer)
+        context.encoder_out = torch.ones(S, B, E)
+        (kv,) = joint_keys_and_values([layer], context, B)
+        return layer.run(x, y, context, kv, None)[1].square().sum()
+
+    grads = torch.autograd.grad(loss(), params)
+    kept = [grad.clone() for grad in grads]
+    (5.0 * loss()).backward()
+    optimizer.materialize_grads()
+    optimizer.zero_grad()
+    (3.0 * loss()).backward()
+    torch.testing.assert_close(list(grads), kept, rtol=0, atol=0)
+    torch.testing.assert_close([p.grad for p in params], [3.0 * grad for grad in kept], rtol=1e-4, atol=1e-4)
+    assert layer.fc1.weight.grad.untyped_storage().data_ptr() == optimizer.buffers[0].grad.untyped_storage().data_ptr()
+
+
+def test_activations_are_computed_anew_where_autograd_works():
+    """checkpoint() runs the forward again from inside of the node's backward."""
+    results = []
+    for checkpointed in (False, True):
+        layer = make_layer()
+        inputs = [torch.randn(n, B, c, generator=torch.Generator().manual_seed(1)) for n, c in ((T, C), (S, E))]
+        inputs = [t.requires_grad_() for t in inputs]
+
+        def forward(x, memory, layer=layer):
+            (kv,) = joint_keys_and_values([layer], Context(encoder_out=memory.sin()), B)
+            y = layer.self_attn_layer_norm(x.tanh().transpose(0, 1).contiguous())
+            x, _, _ = layer.run(y, y, Context(causal=True), kv, None)
+            return layer(x.transpose(0, 1), memory.cos())[0]
+
+        torch.manual_seed(2)
+        out = checkpoint(forward, *inputs, use_reentrant=False) if checkpointed else forward(*inputs)
+        out.sum().backward()
+        results.append([t.grad for t in (*inputs, *layer.parameters())])
+    torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
 def test_a_layer_that_is_used_twice_gets_both_gradients():
