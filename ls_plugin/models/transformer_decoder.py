@@ -107,9 +107,10 @@ class LightSeqTransformerDecoder(TransformerDecoderBase):
     def _embed(self, tokens: Tensor, incremental_state: dict | None) -> Tensor:
         """(B, T) -> (B, T, C); (B, 1, C) while decoding."""
         embed, positions = self.embed_tokens, self.embed_positions
-        if incremental_state is None and self.project_in_dim is None and can_be_one_op(embed, positions):
+        norm, dropout = self.layernorm_embedding, self.dropout_module
+        if incremental_state is None and self.project_in_dim is None and can_be_one_op(embed, positions, norm, dropout):
             table = position_table(positions, tokens.shape[1], embed.weight)
-            return embed.with_positions(tokens, table, self.embed_scale, self.layernorm_embedding, self.dropout_module)
+            return embed.with_positions(tokens, table, self.embed_scale, norm, dropout)
         position = None if positions is None else positions(tokens, incremental_state=incremental_state)
         if incremental_state is not None:
             tokens = tokens[:, -1:]
@@ -119,9 +120,7 @@ class LightSeqTransformerDecoder(TransformerDecoderBase):
             x = self.project_in_dim(x)
         if position is not None:
             x = x + position
-        if self.layernorm_embedding is not None:
-            x = self.layernorm_embedding(x)
-        return self.dropout_module(x)
+        return dropout(x if norm is None else norm(x))
 
 
 def _first(encoder_out: dict | None, name: str) -> Tensor | None:

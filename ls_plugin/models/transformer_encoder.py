@@ -64,7 +64,8 @@ class LightSeqTransformerEncoder(TransformerEncoderBase):
     def _embed(self, tokens: Tensor, token_embeddings: Tensor | None) -> Tensor:
         """(B, T) -> (B, T, C)"""
         embed, positions = self.embed_tokens, self.embed_positions
-        if token_embeddings is None and can_be_one_op(embed, positions):
+        norm, dropout = self.layernorm_embedding, self.dropout_module
+        if token_embeddings is None and can_be_one_op(embed, positions, norm, dropout):
             table = position_table(positions, tokens.shape[1], embed.weight)
-            return embed.with_positions(tokens, table, self.embed_scale, self.layernorm_embedding, self.dropout_module)
+            return embed.with_positions(tokens, table, self.embed_scale, norm, dropout)
         return self.forward_embedding(tokens, token_embeddings)[0]

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from ls_plugin import ops
 from ls_plugin.errors import TokenIdError
 from ls_plugin.modules.dropout import Dropout
+from ls_plugin.modules.layer_norm import LayerNorm
 from ls_plugin.modules.swap import has_hooks
 
 
@@ -72,12 +73,17 @@ def is_plain_embedding(module: nn.Module) -> bool:
     return type(module) is nn.Embedding and isinstance(module.weight, torch.nn.Parameter)
 
 
-def can_be_one_op(embedding: nn.Module, positions: nn.Module | None) -> bool:
-    """Whether :meth:`TokenEmbedding.with_positions` stands for both modules: of known types, without hooks."""
-    if type(embedding) is not TokenEmbedding or has_hooks(embedding):
-        return False
-    known = (LearnedPositionalEmbedding, SinusoidalPositionalEmbedding)
-    return positions is None or (type(positions) in known and not has_hooks(positions))
+def can_be_one_op(
+    embedding: nn.Module, positions: nn.Module | None, norm: nn.Module | None, dropout: nn.Module
+) -> bool:
+    """Whether :meth:`TokenEmbedding.with_positions` stands for all four modules: of known types, without hooks."""
+    return (
+        type(embedding) is TokenEmbedding
+        and type(positions) in (type(None), LearnedPositionalEmbedding, SinusoidalPositionalEmbedding)
+        and type(norm) in (type(None), LayerNorm)
+        and type(dropout) is Dropout
+        and not has_hooks(embedding, positions, norm, dropout)
+    )
 
 
 def position_table(module: nn.Module | None, length: int, like: Tensor) -> Tensor | None:

@@ -2,6 +2,7 @@
 
 from fairseq.modules import FairseqDropout
 from torch import nn
+from torch.nn.modules import module as torch_module
 
 from ls_plugin.modules.dropout import Dropout
 from ls_plugin.modules.layer_norm import LayerNorm
@@ -28,8 +29,9 @@ def _is_layer_norm(module: nn.Module) -> bool:
     return type(module) is nn.LayerNorm or type(module).__name__ == "FusedLayerNorm"
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Whether calling the module does more than its ``forward``."""
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+def has_hooks(*modules: nn.Module | None) -> bool:
+    """Whether calling one of the modules does more than its ``forward``: a hook on it, or on all modules."""
+    return torch_module._has_any_global_hook() or any(
+        m is not None and (m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks)
+        for m in modules
     )

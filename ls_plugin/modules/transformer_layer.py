@@ -20,7 +20,6 @@ from fairseq.modules import FairseqDropout, MultiheadAttention
 from fairseq.modules.transformer_layer import TransformerDecoderLayerBase, TransformerEncoderLayerBase
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.nn.modules import module as torch_module
 
 from ls_plugin import _library, ops, packing
 from ls_plugin.modules.dropout import Dropout
@@ -34,8 +33,8 @@ from ls_plugin.modules.swap import has_hooks, use_fused_modules
 class Context:
     """What a layer attends to and how, the same for all layers of a stack.
 
-    Padding masks (B, T) and (B, S) are true at padding. ``score_bias`` is added to the scores of self-attention; it is None in a stack, which says
-    ``causal`` instead.
+    Padding masks (B, T) and (B, S), of any dtype and strides, are true at padding. ``score_bias`` is added to the scores of self-attention; it is
+    None in a stack, which says ``causal`` instead.
     """
 
     padding_mask: Tensor | None = None
@@ -45,6 +44,9 @@ class Context:
     score_bias: Tensor | None = None
     incremental_state: dict | None = None
     as_nodes: bool | None = None  # whether layers run as nodes, found out by the first
+
+    def __post_init__(self) -> None:
+        self.padding_mask, self.encoder_padding_mask = _as_bool(self.padding_mask), _as_bool(self.encoder_padding_mask)
 
 
 class _FusedLayer:
@@ -72,9 +74,7 @@ class _FusedLayer:
             if not self._has_known_parts():
                 return False
             self._known_parts, self._blueprints = parts, {}
-        if self.activation_fn is not self._stock_activation_fn or torch_module._global_forward_hooks:
-            return False
-        return not any(part is not None and has_hooks(part) for part in parts)
+        return self.activation_fn is self._stock_activation_fn and not has_hooks(*parts)
 
     def _has_known_parts(self) -> bool:
         modules = [m for m in self._modules.values() if m is not None]
@@ -265,8 +265,11 @@ class TransformerEncoderLayer(_FusedLayer, TransformerEncoderLayerBase):
         """
         if not self.is_fusable():
             return super().forward(x, encoder_padding_mask, attn_mask)
-        score_bias = None if attn_mask is None else _barred(attn_mask, x.dtype)
-        context = Context(padding_mask=_as_bool(encoder_padding_mask), score_bias=score_bias)
+        score_bias = None
+        if attn_mask is not None:
+            # Finite, as stock's, so that a fully barred row is an average.
+            score_bias = _barred(attn_mask, x.dtype, -1e8 if x.dtype == torch.float32 else -1e4)
+        context = Context(padding_mask=encoder_padding_mask, score_bias=score_bias)
         return self._run_alone(x, context)[0]
 
 
@@ -293,8 +296,8 @@ class TransformerDecoderLayer(_FusedLayer, TransformerDecoderLayerBase):
     ):
         """x: (T, B, C), T = 1 when decoding step by step with an ``incremental_state``.  encoder_out: (S, B, C).
 
-        Padding masks (B, S) and (B, T) are true at padding; ``self_attn_mask`` (T, T) is added to the scores;
-        ``causal`` stands for that of an autoregressive decoder, without a tensor. The ``prev_*_state`` lists (key, value[, padding mask]) overwrite what the incremental state holds.
+        Padding masks (B, S) and (B, T) are true at padding; ``self_attn_mask`` (T, T) is added to the scores,
+        or bars where it is true; ``causal`` stands for that of an autoregressive decoder, without a tensor. The ``prev_*_state`` lists (key, value[, padding mask]) overwrite what the incremental state holds.
 
         Returns (T, B, C), the attention over the encoder or None ((B, T, S) averaged over heads, or (H, B, T, S) with
         ``need_head_weights``), and None, the place of an ONNX-only state.
@@ -317,10 +320,12 @@ class TransformerDecoderLayer(_FusedLayer, TransformerDecoderLayerBase):
         _restore_attention_state(self.self_attn, incremental_state, prev_self_attn_state)
         if self.encoder_attn is not None and encoder_out is not None:
             _restore_attention_state(self.encoder_attn, incremental_state, prev_attn_state)
+        if self_attn_mask is not None and self_attn_mask.dtype == torch.bool:
+            self_attn_mask = _barred(self_attn_mask, x.dtype, float("-inf"))
         context = Context(
-            padding_mask=_as_bool(self_attn_padding_mask),
+            padding_mask=self_attn_padding_mask,
             encoder_out=encoder_out,
-            encoder_padding_mask=_as_bool(encoder_padding_mask),
+            encoder_padding_mask=encoder_padding_mask,
             causal=causal,
             score_bias=self_attn_mask,
             incremental_state=incremental_state,
@@ -490,9 +495,8 @@ def _as_bool(mask: Tensor | None) -> Tensor | None:
     return None if mask is None else mask.to(torch.bool).contiguous()
 
 
-def _barred(attn_mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Score bias of an attention mask of fairseq's encoder layer: finite, as stock's, so that a fully barred row is an average."""
-    value = -1e8 if dtype == torch.float32 else -1e4
+def _barred(attn_mask: Tensor, dtype: torch.dtype, value: float) -> Tensor:
+    """Score bias that is ``value`` where the mask is not zero."""
     return torch.zeros_like(attn_mask, dtype=dtype).masked_fill(attn_mask.to(torch.bool), value)
 
 
