@@ -50,7 +50,8 @@ def packed(params: Sequence[nn.Parameter]) -> Tensor | None:
 
     Parameters that each own their memory alone are moved into a block first (``p.data`` becomes a view of it, values and autograd's
     state stay), so this is meant to be called in every forward. It is None where somebody else laid them out otherwise, such as the flat
-    buffer of an optimizer, of DeepSpeed or of FSDP, or where processes share them; the caller concatenates then.
+    buffer of an optimizer, of DeepSpeed or of FSDP, where processes share them, or where other tensors share their memory; the caller
+    concatenates then.
 
     Returns:
         (sum of shape[0], *shape[1:]), contiguous, detached.
@@ -183,7 +184,8 @@ def _may_move(p: Tensor, params: Sequence[nn.Parameter]) -> bool:
         # Only for what is declared, or two callers would take a parameter away from each other for ever.
         pack = _pack_of(p)
         return [id(member) for member in pack] == [id(member) for member in params]
-    return storage.nbytes() == p.nbytes
+    # Two references are those of p and of `storage`. Who holds more, a state dict or a parameter tied by .data, expects to see p change.
+    return storage.nbytes() == p.nbytes and torch._C._storage_Use_Count(storage._cdata) == 2
 
 
 def _are_distinct(params: Sequence[Tensor]) -> bool:

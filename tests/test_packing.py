@@ -148,7 +148,21 @@ def test_load_state_dict_with_assign():
     packing.packed(m.weights())
     values = [p.detach().clone() for p in source.weights()]
     m.load_state_dict(source.state_dict(), assign=True)
+    assert_left_alone(m.weights())  # they are still the source's, too
+    del source
     assert_packed(m.weights(), values)
+
+
+def test_memory_that_others_see_is_left_alone():
+    """A state dict taken before the first forward shows later updates, and parameters tied by .data stay tied."""
+    m, tied = attention(), attention()
+    state = m.state_dict()
+    assert_left_alone(m.weights())
+    del state
+    assert_packed(m.weights())
+    tied.q_proj.weight.data = (lender := nn.Linear(6, 6)).weight.data
+    assert_left_alone(tied.weights())
+    assert tied.q_proj.weight.data_ptr() == lender.weight.data_ptr()
 
 
 def test_saved_views_load_as_a_block():
@@ -223,8 +237,7 @@ def test_neighbours_in_separate_storages_are_no_block():
     flat = torch.randn(4, 4)
     pieces = []
     for piece in flat.split(2):
-        storage = torch.frombuffer(piece.numpy(), dtype=torch.float32)
-        pieces.append(nn.Parameter(storage.view(2, 4)))
+        pieces.append(nn.Parameter(torch.frombuffer(piece.numpy(), dtype=torch.float32).view(2, 4)))
     assert pieces[0].data_ptr() + pieces[0].nbytes == pieces[1].data_ptr()
     view = assert_packed(pieces, list(flat.split(2)))
     assert view.data_ptr() != flat.data_ptr()
