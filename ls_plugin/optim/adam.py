@@ -23,14 +23,12 @@ class AdamBuffer(ContiguousBuffer):
 
     def __init__(self, params: list[Tensor]):
         super().__init__(params)
-        self.exp_avg = torch.empty_like(self.param, dtype=torch.float32)
-        self.exp_avg_sq = torch.empty_like(self.exp_avg)
+        self.exp_avg = torch.zeros_like(self.param, dtype=torch.float32)
+        self.exp_avg_sq = torch.zeros_like(self.exp_avg)
         self.forget_states()
 
     def forget_states(self) -> None:
         self.states: list[dict | None] = [None] * len(self.params)
-        self.exp_avg.zero_()
-        self.exp_avg_sq.zero_()
 
 
 class ContiguousAdam(torch.optim.Optimizer):
@@ -214,6 +212,9 @@ class ContiguousAdam(torch.optim.Optimizer):
                         # apex's FusedAdam counts the steps of a group, not of a parameter.
                         step = saved_state[p].get("step", saved_group.get("step", 0))
                         _load_moments(self._state_of(buffer, i), saved_state[p], int(step))
+                    else:  # and not all of them before: what is loaded may be this optimizer's own state
+                        for name in _MOMENTS:
+                            buffer.view(getattr(buffer, name), i).zero_()
 
 
 def _load_moments(state: dict, saved: dict, step: int) -> None:

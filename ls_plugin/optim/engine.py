@@ -91,7 +91,7 @@ class ContiguousBuffer:
         for i, p in enumerate(self.params):
             if p in _hooks:
                 _hooks.pop(p).remove()
-            if p.numel() >= _LARGE:
+            if p.numel() >= _LARGE and p.requires_grad:
                 _hooks[p] = p.register_post_accumulate_grad_hook(lambda _, i=i: adopt(i))
 
     def claim_grad(self, first: int, n: int) -> Tensor | None:

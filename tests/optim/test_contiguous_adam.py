@@ -183,6 +183,15 @@ def test_frozen_parameters_before_and_after_building():
     assert_same(pairs)
 
 
+def test_large_frozen_parameters():
+    """Given to the optimizer itself; fairseq leaves them out."""
+    params = [nn.Parameter(torch.ones(1 << 17)), nn.Parameter(torch.ones(1 << 17), requires_grad=False)]
+    optimizer = ContiguousAdam(params, lr=0.1)
+    params[0].sum().backward()
+    optimizer.step()
+    assert params[0].max() < 1 and params[1].min() == 1
+
+
 def test_build_leaves_frozen_parameters_out():
     params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3), requires_grad=False)]
     optimizer = build_optimizer(config(), params)
@@ -427,6 +436,15 @@ def test_loading_keeps_the_views_and_forgets_what_is_not_in_the_state():
     assert pair[1].optimizer.state[pair[0][0]]["exp_avg"].data_ptr() == buffer.exp_avg.data_ptr()
     run_steps(pair, [7])
     assert pair[1].optimizer.state[pair[0][1]]["step"] == 1
+
+
+def test_loading_ones_own_state_changes_nothing():
+    pair = twins()[1]
+    run_steps(pair, range(3), skip=(1,))
+    before = copy.deepcopy(pair[1].state_dict())
+    pair[1].load_state_dict(pair[1].state_dict())
+    torch.testing.assert_close(pair[1].state_dict(), before, rtol=0, atol=0)
+    assert all(state["exp_avg"].any() for state in before["state"].values())
 
 
 def test_overrides_win_over_the_saved_options():
