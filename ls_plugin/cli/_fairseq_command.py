@@ -29,24 +29,31 @@ EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
 _SHORT_FLAGS = {"--arch": ("-a",)}
 _NO_DATASET = "Dataset not found: "
-# How the assertions of fairseq begin that check the command line and the data; any other assertion is a bug.
+# How the errors of fairseq begin that tell of the command line and the data; any other assertion, ValueError or bare Exception is a bug.
 _INPUT_CHECKS = (
     "--batch-size cannot be larger than --buffer-size",
     "--path required for generation!",
+    "--cpu-offload requires --ddp-backend",
     "--replace-unk requires a raw text dataset",
     "--sampling requires --nbest to be equal to --beam",
     "--sampling-topk requires --sampling",
     "--sampling-topp requires --sampling",
+    "--share-all-embeddings ",
     "--temperature must be greater than 0",
+    "AdaptiveLoss is not compatible with the PyTorch version of DistributedDataParallel",
     "Cannot load state dict with strict=True and checkpoint shards > 1",
     "Cannot use fp16 and AMP together",
     "Criterion does not match; please reset the optimizer",
     "Either --max_update or --lr-period-updates must be set",
+    "FullyShardedDataParallel is not compatible with",
+    "Incorrect encoding detected in ",
     "Index file doesn't match expected format",
     "Must specify batch size either with --max-tokens or --batch-size",
     "Optimizer does not match; please reset the optimizer",
     "Please specify criterion to train a model",
+    "Size of sample #",
     "Source and target must contain the same number of examples",
+    "The dataset is empty. ",
     "cannot specify cutoff larger than vocab size",
     "embed_dim must be divisible by num_heads",
     "max_lr must be more than lr",
@@ -206,7 +213,9 @@ def _known_cause(error: BaseException, data: str = "") -> tuple[int, str] | None
             return EXIT_FAILED, f"not found: {missing}; {advice}"
     if isinstance(error, LightSeqError | OSError):
         return EXIT_USAGE if isinstance(error, UsageError) else EXIT_FAILED, _one_line(message)
-    if isinstance(error, AssertionError) and message.startswith(_INPUT_CHECKS):
+    if (isinstance(error, AssertionError | ValueError) or type(error) is Exception) and message.startswith(
+        _INPUT_CHECKS
+    ):
         return EXIT_FAILED, _one_line(message)
     if "Could not infer language pair" in message:
         advice = "since no file is named like train.de-en.de.idx; was the directory written by fairseq-preprocess?"

@@ -190,6 +190,22 @@ def test_input_checks_of_fairseq_take_one_line(run_command, commands, tmp_path):
     assert_one_line(errors, "Must specify batch size")
 
 
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--max-source-positions", "4"], "Size of sample #"),
+        (["--required-batch-size-multiple", "1000"], "The dataset is empty"),
+        (["--share-all-embeddings"], "--share-all-embeddings requires a joined dictionary"),
+    ],
+    ids=["long sentences", "no batch", "dictionaries"],
+)
+def test_data_that_does_not_fit_the_flags_takes_one_line(run_command, commands, tmp_path, flags, told):
+    flags = [*BASE, *flags, "--max-tokens", "100000", "--save-dir", tmp_path]
+    status, errors = run_command("train", commands.data, *flags)
+    assert status == 1
+    assert_one_line(errors, told)
+
+
 def test_only_files_of_the_data_get_the_advice_to_preprocess(run_command, commands, tmp_path):
     flags = [*BASE, "--encoder-embed-path", tmp_path / "no.vec", "--save-dir", tmp_path]
     status, errors = run_command("train", commands.data, *flags)
