@@ -6,6 +6,7 @@
 - ``--num-batch-buckets``, ``--sample-break-mode eos`` and others: names that numpy has removed.
 - ``--encoder-layers-to-keep``, ``--decoder-layers-to-keep``: fairseq's parser makes lists where its models expect strings, and
   loading would prune the checkpoint of a pruned model once more.
+- ``--task translation_from_pretrained_bart`` (mBART): it reads ``args``, which the task that it subclasses has renamed ``cfg``.
 """
 
 import contextlib
@@ -20,6 +21,7 @@ import numpy as np
 from fairseq import checkpoint_utils, options
 from fairseq.data import data_utils, language_pair_dataset, token_block_dataset
 from fairseq.modules import dynamic_crf_layer
+from fairseq.tasks.translation_from_pretrained_bart import TranslationFromPretrainedBARTTask
 from omegaconf import DictConfig, open_dict
 
 from ls_plugin.errors import UnsupportedError
@@ -34,6 +36,7 @@ def install() -> None:
     """Makes fairseq run on this Python, numpy and torch.  Calling it again changes nothing."""
     wrap(options, "parse_args_and_arch", _parse_args_and_arch)
     wrap(checkpoint_utils, "prune_state_dict", _prune_state_dict)
+    wrap(TranslationFromPretrainedBARTTask, "__init__", _init_with_args)
     removed = _removed_from_numpy()
     if removed:
         for module in _MODULES_WITH_OLD_NUMPY:
@@ -55,6 +58,14 @@ def _parse_args_and_arch(stock, parser: ArgumentParser, input_args=None, parse_k
         if isinstance(layers, list):
             setattr(args, f"{side}_layers_to_keep", ",".join(map(str, layers)))
     return parsed
+
+
+# --- mBART
+
+
+def _init_with_args(stock, self, args, *more, **kwargs):
+    stock(self, args, *more, **kwargs)
+    self.args = args
 
 
 # --- layers to keep

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 from fairseq import checkpoint_utils, options
-from fairseq.data import data_utils, language_pair_dataset
+from fairseq.data import Dictionary, data_utils, language_pair_dataset
 from fairseq.modules import DynamicCRF
+from fairseq.tasks.translation_from_pretrained_bart import TranslationFromPretrainedBARTTask
 from fairseq_cli import preprocess
 from omegaconf import OmegaConf
 
@@ -145,6 +146,51 @@ def test_old_numpy_is_numpy_otherwise():
         old.no_such_name  # noqa: B018
     np.testing.assert_array_equal(compat._percentile([1, 2, 4], [50], interpolation="higher"), [2])
     assert compat._percentile([1, 2], 50) == 1.5
+
+
+# --- mBART
+
+
+@pytest.mark.slow
+def test_mbart_trains_and_translates(commands, losses, tmp_path):
+    """A stock checkpoint is finetuned by ours as by stock."""
+    prefixes = [f"--{split}pref={commands.data.parent / split}" for split in ("train", "test")]
+    flags = [
+        "--source-lang",
+        "de",
+        "--target-lang",
+        "en",
+        *prefixes,
+        "--joined-dictionary",
+        "--destdir",
+        str(tmp_path / "bin"),
+    ]
+    preprocess.main(options.get_preprocessing_parser().parse_args(flags))
+    task = shlex.split("--task translation_from_pretrained_bart --langs de,en --source-lang de --target-lang en")
+    sizes = shlex.split(
+        "--encoder-layers 1 --decoder-layers 1 --encoder-embed-dim 16 --decoder-embed-dim 16 --encoder-ffn-embed-dim 32 "
+        "--decoder-ffn-embed-dim 32 --encoder-attention-heads 2 --decoder-attention-heads 2 --dropout 0 --attention-dropout 0 "
+        "--lr 1e-3 --max-tokens 300 --max-update 4 --disable-validation --log-format json --log-interval 1 --seed 7 --num-workers 0 --cpu"
+    )
+    stock = shlex.split("--arch mbart_base --criterion cross_entropy --optimizer adam")
+    ours = shlex.split("--arch ls_mbart_base --criterion ls_cross_entropy --optimizer ls_adam")
+
+    def train(module, folder, *flags):
+        folder = ["--save-dir", tmp_path / folder]
+        return losses(commands.run(module, tmp_path / "bin", *task, *sizes, *flags, *folder))
+
+    from_stock = ["--finetune-from-model", tmp_path / "pretrained" / "checkpoint_last.pt"]
+    train("fairseq_cli.train", "pretrained", *USER_DIR, *stock)
+    expected = train("fairseq_cli.train", "stock", *USER_DIR, *stock, *from_stock)
+    assert_close(train("ls_plugin.cli.train", "ours", *ours, *from_stock), expected, PARITY)
+    path = ["--path", tmp_path / "ours" / "checkpoint_last.pt", "--beam", 2, "--max-len-b", 5, "--cpu"]
+    assert commands.run("ls_plugin.cli.generate", tmp_path / "bin", *task, *path).count("\nH-") == 20
+
+
+def test_the_task_of_mbart_has_its_arguments():
+    args = argparse.Namespace(langs="de,en", left_pad_source=True, left_pad_target=False)
+    task = TranslationFromPretrainedBARTTask(args, Dictionary(), Dictionary())
+    assert task.args is task.cfg is args
 
 
 # --- layers to keep
