@@ -440,8 +440,8 @@ def _attend(attention, q, k, v, padding_mask, score_bias, causal, attention_weig
     out = ops.fused_attention(q, k, v, padding_mask, score_bias, causal, attention.scaling, p)
     weights = None
     if attention_weights is not None:
-        scores = q @ k.transpose(-1, -2)
-        weights = ops.attention_softmax(scores, padding_mask, score_bias, causal, attention.scaling)
+        scores = (q * attention.scaling) @ k.transpose(-1, -2)
+        weights = ops.attention_softmax(scores, padding_mask, score_bias, causal)
     if shared > 1:
         out, weights = (
             None if t is None else t.unflatten(2, (shared, length)).transpose(1, 2).flatten(0, 1)
