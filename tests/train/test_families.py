@@ -83,19 +83,19 @@ def load(folder: Path) -> dict:
 # --- fairseq-eval-lm
 
 
-def test_stock_finds_the_perplexity_that_we_find_without_the_plugin(commands, data, train_arch, caplog):
+def test_stock_finds_the_perplexity_that_we_find_without_the_plugin(commands, data, train_arch):
     checkpoint = train_arch("ls_transformer_lm") / "checkpoint_last.pt"
     flags = [data["transformer_lm"], "--path", checkpoint, "--gen-subset", "valid", "--cpu"]
     flags += ["--tokens-per-sample", 32]  # longer blocks than in training would be left out, all of them
     process = commands.start("fairseq_cli.eval_lm", *flags, plugin=False)
-    with caplog.at_level("INFO"):
-        args = options.parse_args_and_arch(options.get_eval_lm_parser(), [str(flag) for flag in flags])
-        eval_lm.main(convert_namespace_to_omegaconf(args))
-    logs = [commands.finish(process), caplog.text]
-    assert "ls_plugin" not in logs[0]
-    stock, ours = (re.search(r"Loss \(base 2\): ([\d.]+), Perplexity: ([\d.]+)", log).groups() for log in logs)
-    assert stock == ours
-    assert 15 < float(ours[1]) < 30  # of 24 words, after three updates; nothing scored would be 1
+    args = options.parse_args_and_arch(options.get_eval_lm_parser(), [str(flag) for flag in flags])
+    ours = eval_lm.main(convert_namespace_to_omegaconf(args))
+    log = commands.finish(process)
+    assert "ls_plugin" not in log
+    stock = re.search(r"Loss \(base 2\): ([\d.]+), Perplexity: ([\d.]+)", log)
+    assert stock is not None, log
+    assert stock.groups() == (f"{ours['loss']:.4f}", f"{ours['perplexity']:.2f}")
+    assert 15 < ours["perplexity"] < 30  # of 24 words, after three updates; nothing scored would be 1
 
 
 # --- from_pretrained
