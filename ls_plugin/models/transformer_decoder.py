@@ -6,7 +6,7 @@ from torch import Tensor
 from ls_plugin.models.wrapping import wrap_layer
 from ls_plugin.modules import TransformerDecoderLayer, use_fused_modules
 from ls_plugin.modules.embedding import can_be_one_op, position_table
-from ls_plugin.modules.stack import declare_joint_keys, joint_keys_and_values, run_stack
+from ls_plugin.modules.stack import declare_joint_keys, run_stack
 from ls_plugin.modules.transformer_layer import Context, knows_causal
 
 
@@ -85,16 +85,9 @@ class LightSeqTransformerDecoder(TransformerDecoderBase):
             )
             return x, None, weights
 
-        layers = list(self.layers)
         embedding = x
         x, outputs, weights = run_stack(
-            layers,
-            x,
-            context,
-            self.layer_norm,
-            call,
-            joint_keys_and_values(layers, context, x.shape[0]),
-            alignment_layer if wants_weights else None,
+            list(self.layers), x, context, self.layer_norm, call, alignment_layer if wants_weights else None
         )
         if weights is not None:
             weights = weights.float().to(x)

@@ -24,19 +24,18 @@ def run_stack(
     context: Context,
     final_norm: nn.Module | None,
     call: Callable,
-    keys_and_values: Sequence[Tensor] | None = None,
     weights_of: int | None = None,
 ) -> tuple[Tensor, list, Tensor | None]:
     """Sends x (B, T, C) through the layers and the norm after them.
 
     Args:
         call: ``call(layer, x, index)`` for a layer that is wrapped or watched: (T, B, C) -> (T, B, C), something to keep, attention weights.
-        keys_and_values: (B, S, 2C) for each layer, or None.
         weights_of: index of the layer whose attention weights (H, B, T, S) are wanted, or None.
     Returns:
         (B, T, C); for each layer its output (T, B, C) with what ``call`` gave to keep, or None; the attention weights or None.
     """
     plain = [getattr(layer, "is_plain", bool)() for layer in layers]
+    keys_and_values = joint_keys_and_values(layers, context, x.shape[0]) if all(plain) else None
     n_layers, outputs, weights = len(layers), [], None
     x = x.contiguous()
     y = None  # the stream normed for the next layer, where that is done already
@@ -85,14 +84,12 @@ def declare_joint_keys(layers: Sequence[nn.Module]) -> None:
 
 
 def joint_keys_and_values(layers: Sequence[nn.Module], context: Context, n_batch: int) -> list[Tensor] | None:
-    """Keys beside values (B, S, 2C) of the attention over the encoder, for all layers in one product; None where a layer computes its own.
+    """Keys beside values (B, S, 2C) of the attention over the encoder, for all of the plain layers in one product; None if there is none.
 
     ``n_batch`` is the number of rows of the decoder's input, sentences times hypotheses.
     While decoding they go into the incremental state at the first step, and None is returned.
     """
-    if context.encoder_out is None or not layers:
-        return None
-    if not all(getattr(layer, "is_plain", bool)() and layer.encoder_attn is not None for layer in layers):
+    if context.encoder_out is None or not layers or any(layer.encoder_attn is None for layer in layers):
         return None
     attentions = [layer.encoder_attn for layer in layers]
     encoder_out, padding_mask, state = context.encoder_out, context.encoder_padding_mask, context.incremental_state
@@ -105,8 +102,7 @@ def joint_keys_and_values(layers: Sequence[nn.Module], context: Context, n_batch
         weights, biases = _key_and_value_params(attentions)
         kv = JointKeysAndValues.apply(len(layers), encoder_out, *weights, *biases)
     else:
-        projections = [p for attention in attentions for p in (attention.k_proj, attention.v_proj)]
-        kv = joint_linear(encoder_out, *projections).chunk(len(layers), dim=-1)
+        kv = joint_linear(encoder_out, *_projections(attentions)).chunk(len(layers), dim=-1)
     if state is None:
         return kv
     for attention, layer_kv in zip(attentions, kv, strict=True):
@@ -116,6 +112,10 @@ def joint_keys_and_values(layers: Sequence[nn.Module], context: Context, n_batch
     return None
 
 
+def _projections(attentions) -> list[nn.Linear]:
+    return [p for attention in attentions for p in (attention.k_proj, attention.v_proj)]
+
+
 def _key_and_value_params(attentions) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    projections = [p for attention in attentions for p in (attention.k_proj, attention.v_proj)]
+    projections = _projections(attentions)
     return [p.weight for p in projections], [p.bias for p in projections]

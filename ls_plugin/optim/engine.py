@@ -21,8 +21,6 @@ from ls_plugin import packing
 _LARGE = 1 << 16  # elements of a gradient that is not left where autograd put it until the step
 ALIGNMENT_BYTES = 64  # of every parameter or pack of them: a cache line, and a multiple of any vector load
 
-_NOT_ADJACENT = object()
-
 # The hook of each parameter that an engine owns. Kept here, not on the parameter, so that modules can still be pickled.
 _hooks = WeakTensorKeyDictionary()
 
@@ -69,7 +67,7 @@ class ContiguousBuffer:
         self._addresses = [p.data_ptr() for p in self.params]
         self._grad_addresses = [home.data_ptr() for home in self._grad_views]
         self._claimed = bytearray(len(self.params))  # which places of gradients were given away
-        self._places: dict = {}  # (first, n) -> the place of n neighbours
+        self._places: dict = {}  # (first, n) -> the place of n neighbours, or None
         packing.set_owner(self.params, self)
         self.adopt(self.foreign_grads())
         self._install_hooks()
@@ -98,19 +96,19 @@ class ContiguousBuffer:
         """The place of the gradients of n neighbours, as one tensor, or None if they are not adjacent or it was given away already."""
         if 1 in self._claimed[first : first + n]:
             return None
-        place = self._places.get((first, n))
+        if (first, n) not in self._places:
+            self._places[first, n] = self._place(first, n)
+        place = self._places[first, n]
         if place is None:
-            place = self._places[first, n] = self._place(first, n)
-        if place is _NOT_ADJACENT:
             return None
         self._claimed[first : first + n] = b"\1" * n
         return place.detach()  # autograd takes over only what nobody else holds
 
-    def _place(self, first: int, n: int):
+    def _place(self, first: int, n: int) -> Tensor | None:
         members = self.params[first : first + n]
         begin, end = self.offsets[first], self.offsets[first + n - 1] + members[-1].numel()
         if end - begin != sum(p.numel() for p in members):
-            return _NOT_ADJACENT
+            return None
         return self.grad[begin:end].view(sum(p.shape[0] for p in members), *members[0].shape[1:])
 
     def foreign_grads(self) -> list[int]:
