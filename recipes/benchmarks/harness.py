@@ -13,6 +13,7 @@ all of them alike. What is given are medians over the rounds. Memory that was fr
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import dataclasses
 import gc
@@ -23,7 +24,7 @@ import signal
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -140,6 +141,19 @@ def bias_of_product(x: Tensor, bias: Tensor) -> Tensor:
     """For eager formulas: a bias that the product before has added already. It costs nothing forward, and backward the sum over the rows that
     the product's own backward makes. Let the bias be zero and both sides agree. (On a CPU stock's product pays for it forward too, by copying the bias into every row first.)"""
     return _BiasOfProduct.apply(x, bias)
+
+
+def check_names(parser: argparse.ArgumentParser, kind: str, names: Sequence[str], known: Sequence[str]) -> None:
+    """Ends with a usage error that lists the names of this kind that are not known, and the known ones."""
+    unknown = sorted(set(names) - set(known))
+    if unknown:
+        parser.error(f"unknown {kind} {', '.join(unknown)}; choose from {', '.join(known)}")
+
+
+def check_out(parser: argparse.ArgumentParser, out: Path | None) -> None:
+    """Ends with a usage error, before anything is measured, if ``--out`` names a file in no folder."""
+    if out and not out.parent.is_dir():
+        parser.error(f"--out {out}: there is no folder {out.parent}")
 
 
 def keep_freed_memory() -> None:

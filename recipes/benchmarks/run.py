@@ -157,13 +157,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=3.0, help="timing of one case, at most (default 3)")
     parser.add_argument("--out", type=Path, help="write the results here as JSON, and beside it the picture")
     args = parser.parse_args()
-    unknown = sorted(set(args.ops) - set(STEMS))
-    if unknown:
-        parser.error(f"unknown op {', '.join(unknown)}; choose from {', '.join(STEMS)}")
+    harness.check_names(parser, "op", args.ops, STEMS)
     if args.device.startswith("cuda") and not torch.cuda.is_available():
         parser.error(f"--device {args.device}: torch sees no GPU")
-    if args.out and not args.out.parent.is_dir():
-        parser.error(f"--out {args.out}: there is no folder {args.out.parent}")
+    harness.check_out(parser, args.out)
     return args
 
 

@@ -435,14 +435,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="write the results here as JSON")
     parser.add_argument("--rss", choices=KINDS, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    unknown = sorted(set(args.parts) - set(PARTS))
-    if unknown:
-        parser.error(f"unknown part {', '.join(unknown)}; choose from {', '.join(PARTS)}")
+    harness.check_names(parser, "part", args.parts, PARTS)
     for name, least in (("layers", 2), ("rounds", 1), ("threads", 1)):  # per layer: a model with a layer less
         if getattr(args, name) < least:
             parser.error(f"--{name} must be at least {least}, got {getattr(args, name)}")
-    if args.out and not args.out.parent.is_dir():
-        parser.error(f"--out {args.out}: there is no folder {args.out.parent}")
+    harness.check_out(parser, args.out)
     return args
 
 

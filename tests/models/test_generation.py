@@ -104,6 +104,7 @@ def as_sample(rows: list[torch.Tensor], left: bool = True, translated: bool | No
 
 
 @functools.cache
+@torch.enable_grad()  # the first to ask may be a test without gradients
 def trained_weights(seed: int, options: tuple) -> dict:
     """Of a stock model, after 40 updates of copying; of a language model, of continuing words that each are three after the last."""
     torch.manual_seed(seed)
