@@ -22,6 +22,8 @@ sys.path.insert(0, str(ROOT))
 warnings.simplefilter("ignore")
 logging.disable(logging.INFO)
 
+import harness  # noqa: E402
+
 from tests.simt import floors, nvcc  # noqa: E402
 
 
@@ -98,9 +100,7 @@ def main() -> int:
         "--out", type=Path, default=ROOT / "build" / "cuda_report.md", help="default build/cuda_report.md"
     )
     args = parser.parse_args()
-    unknown = sorted(set(args.ops) - set(nvcc.OPS))
-    if unknown:
-        parser.error(f"unknown op {', '.join(unknown)}; choose from {', '.join(nvcc.OPS)}")
+    harness.check_names(parser, "op", args.ops, nvcc.OPS)
     ops = args.ops or nvcc.OPS
     parts = []
     if nvcc.find_nvcc() is None:
