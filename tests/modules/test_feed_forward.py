@@ -1,6 +1,7 @@
 """The feed-forward block of the layers against fairseq's: every activation, with dropout inside, and what the fused op has to leave alone."""
 
 import copy
+from argparse import Namespace
 
 import pytest
 import torch
@@ -25,9 +26,11 @@ TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
 
 def layers(side, activation="relu", p=0.0):
     """A stock layer and ours, equal in weights, in train mode; dropout only inside of the feed-forward network."""
-    config = TransformerConfig(activation_fn=activation, activation_dropout=p, dropout=0.0, attention_dropout=0.0)
-    for part in (config.encoder, config.decoder):
-        part.embed_dim, part.ffn_embed_dim, part.attention_heads = C, F, 2
+    options = {"activation_fn": activation, "activation_dropout": p, "dropout": 0.0, "attention_dropout": 0.0}
+    for part in ("encoder", "decoder"):
+        options |= {f"{part}_embed_dim": C, f"{part}_ffn_embed_dim": F, f"{part}_attention_heads": 2}
+    # Not TransformerConfig(), whose encoder and decoder are shared by all configurations.
+    config = TransformerConfig.from_namespace(Namespace(**options))
     torch.manual_seed(1)
     stock = getattr(stock_layers, f"Transformer{side}LayerBase")(config).train()
     ours = getattr(modules, f"Transformer{side}Layer")(config).train()

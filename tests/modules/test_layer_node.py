@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import sys
+from argparse import Namespace
 
 import pytest
 import torch
@@ -27,9 +28,12 @@ SEED = torch.tensor([123456789], dtype=torch.int64)
 
 
 def make_layer(side="Decoder", pre_norm=True, p=0.3, activation="relu", encoder=True, device="cpu", seed=1):
-    config = TransformerConfig(activation_fn=activation, activation_dropout=p, dropout=p, attention_dropout=p)
-    for part, width in ((config.encoder, E if side == "Decoder" else C), (config.decoder, C)):
-        part.embed_dim, part.ffn_embed_dim, part.attention_heads, part.normalize_before = width, F, H, pre_norm
+    options = {"activation_fn": activation, "activation_dropout": p, "dropout": p, "attention_dropout": p}
+    for part, width in (("encoder", E if side == "Decoder" else C), ("decoder", C)):
+        sizes = {"embed_dim": width, "ffn_embed_dim": F, "attention_heads": H, "normalize_before": pre_norm}
+        options |= {f"{part}_{name}": value for name, value in sizes.items()}
+    # Not TransformerConfig(), whose encoder and decoder are shared by all configurations.
+    config = TransformerConfig.from_namespace(Namespace(**options))
     torch.manual_seed(seed)
     if side == "Encoder":
         layer = modules.TransformerEncoderLayer(config)
