@@ -7,19 +7,25 @@
 - ``--encoder-layers-to-keep``, ``--decoder-layers-to-keep``: fairseq's parser makes lists where its models expect strings, and
   loading would prune the checkpoint of a pruned model once more.
 - ``--task translation_from_pretrained_bart`` (mBART): it reads ``args``, which the task that it subclasses has renamed ``cfg``.
+- Reading ahead: the thread that prepares batches is still at it when a run ends by ``--max-update``; it is stopped before the process
+  ends, for Python's shutdown in the middle of torch's code aborts ("terminate called without an active exception", status 134).
 """
 
+import atexit
 import contextlib
 import functools
 import importlib.util
 import inspect
+import queue
 import re
+import time
 import types
+import weakref
 from argparse import ArgumentParser, Namespace
 
 import numpy as np
 from fairseq import checkpoint_utils, options
-from fairseq.data import data_utils, language_pair_dataset, token_block_dataset
+from fairseq.data import data_utils, iterators, language_pair_dataset, token_block_dataset
 from fairseq.modules import dynamic_crf_layer
 from fairseq.tasks.translation_from_pretrained_bart import TranslationFromPretrainedBARTTask
 from omegaconf import DictConfig, open_dict
@@ -30,6 +36,10 @@ from ls_plugin.rebinding import wrap
 # fairseq's modules that use a name which some numpy has removed
 _MODULES_WITH_OLD_NUMPY = (data_utils, language_pair_dataset, token_block_dataset, dynamic_crf_layer)
 _SIDES = ("encoder", "decoder")
+_STOP_SECONDS = 10.0  # for reading ahead to end with the batch that it is at
+
+# The threads that read ahead.
+_consumers: weakref.WeakSet = weakref.WeakSet()
 
 
 def install() -> None:
@@ -37,6 +47,9 @@ def install() -> None:
     wrap(options, "parse_args_and_arch", _parse_args_and_arch)
     wrap(checkpoint_utils, "prune_state_dict", _prune_state_dict)
     wrap(TranslationFromPretrainedBARTTask, "__init__", _init_with_args)
+    wrap(iterators.BufferedIterator, "_create_consumer", _create_consumer)
+    atexit.unregister(_stop_consumers)
+    atexit.register(_stop_consumers)  # what is registered last runs first: before the data loader's own end
     removed = _removed_from_numpy()
     if removed:
         for module in _MODULES_WITH_OLD_NUMPY:
@@ -66,6 +79,25 @@ def _parse_args_and_arch(stock, parser: ArgumentParser, input_args=None, parse_k
 def _init_with_args(stock, self, args, *more, **kwargs):
     stock(self, args, *more, **kwargs)
     self.args = args
+
+
+# --- reading ahead
+
+
+def _create_consumer(stock, self) -> None:
+    stock(self)
+    _consumers.add(self._consumer)
+
+
+def _stop_consumers() -> None:
+    """Ends the threads that read ahead, after the batch that each is at."""
+    deadline = time.monotonic() + _STOP_SECONDS
+    for consumer in list(_consumers):
+        consumer._max_len = 0  # reached with the next batch
+        while consumer.is_alive() and time.monotonic() < deadline:
+            with contextlib.suppress(queue.Empty):
+                consumer._queue.get_nowait()  # it may be waiting for room
+            consumer.join(0.01)
 
 
 # --- layers to keep

@@ -99,8 +99,7 @@ def run(
 def leave(status: int) -> NoReturn:
     """Ends the process with ``status``.
 
-    After an error at once, without Python's shutdown: fairseq reads batches ahead in a daemon thread, and stopping that in the middle of
-    torch's code aborts the process, with status 134 in place of the error's ("terminate called without an active exception").
+    After an error at once, without Python's shutdown, which would wait for the batches that are being read ahead.
     """
     if status == 0:
         sys.exit(0)

@@ -5,6 +5,8 @@ import copy
 import importlib.util
 import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +37,37 @@ def test_installing_again_changes_nothing():
     before = (options.parse_args_and_arch, checkpoint_utils.prune_state_dict)
     compat.install()
     assert (options.parse_args_and_arch, checkpoint_utils.prune_state_dict) == before
+
+
+# --- reading ahead
+
+ENDS_WHILE_READING_AHEAD = """
+import sys
+import ls_plugin
+import torch
+from fairseq.data.iterators import BufferedIterator
+
+class Batches:
+    def __len__(self):
+        return 1_000_000
+    def __iter__(self):
+        while True:
+            for _ in range(300):
+                batch = torch.ones(1000).fill_(2)
+            yield batch
+
+batches = BufferedIterator(int(sys.argv[1]), Batches())
+next(batches)
+"""
+
+
+@pytest.mark.parametrize("room", [1, 10], ids=["waiting for room", "making a batch"])
+def test_a_process_may_end_while_it_reads_ahead(room):
+    """Without the plugin this aborts nearly every time: "terminate called without an active exception"."""
+    process = subprocess.run(
+        [sys.executable, "-c", ENDS_WHILE_READING_AHEAD, str(room)], capture_output=True, text=True, timeout=300
+    )
+    assert process.returncode == 0, process.stderr
 
 
 # --- bf16
