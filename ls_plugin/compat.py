@@ -7,15 +7,19 @@
 - ``--encoder-layers-to-keep``, ``--decoder-layers-to-keep``: fairseq's parser makes lists where its models expect strings, and
   loading would prune the checkpoint of a pruned model once more.
 - ``--task translation_from_pretrained_bart`` (mBART): it reads ``args``, which the task that it subclasses has renamed ``cfg``.
+- ``--fp16 --cpu``: the flat fp32 copy is made on the current CUDA device, and so is the norm of gradients that overflowed.
+- ``--store-ema`` from a checkpoint without an EMA: it starts from the weights, which fairseq has deleted by then.
 - Reading ahead: the thread that prepares batches is still at it when a run ends by ``--max-update``; it is stopped before the process
   ends, for Python's shutdown in the middle of torch's code aborts ("terminate called without an active exception", status 134).
 """
 
 import atexit
 import contextlib
+import contextvars
 import functools
 import importlib.util
 import inspect
+import logging
 import queue
 import re
 import time
@@ -24,14 +28,18 @@ import weakref
 from argparse import ArgumentParser, Namespace
 
 import numpy as np
-from fairseq import checkpoint_utils, options
+import torch
+from fairseq import checkpoint_utils, options, trainer
 from fairseq.data import data_utils, iterators, language_pair_dataset, token_block_dataset
 from fairseq.modules import dynamic_crf_layer
+from fairseq.optim.fp16_optimizer import _FP16OptimizerMixin
 from fairseq.tasks.translation_from_pretrained_bart import TranslationFromPretrainedBARTTask
 from omegaconf import DictConfig, open_dict
 
 from ls_plugin.errors import UnsupportedError
 from ls_plugin.rebinding import wrap
+
+logger = logging.getLogger(__name__)
 
 # fairseq's modules that use a name which some numpy has removed
 _MODULES_WITH_OLD_NUMPY = (data_utils, language_pair_dataset, token_block_dataset, dynamic_crf_layer)
@@ -48,12 +56,28 @@ def install() -> None:
     wrap(checkpoint_utils, "prune_state_dict", _prune_state_dict)
     wrap(TranslationFromPretrainedBARTTask, "__init__", _init_with_args)
     wrap(iterators.BufferedIterator, "_create_consumer", _create_consumer)
+    wrap(_FP16OptimizerMixin, "build_fp32_params", _build_fp32_params)
+    wrap(trainer.Trainer, "load_checkpoint", _load_checkpoint)
+    wrap(checkpoint_utils, "load_checkpoint_to_cpu", _load_checkpoint_to_cpu)
+    trainer.torch = Overlay(torch, {"tensor": _tensor})
     atexit.unregister(_stop_consumers)
     atexit.register(_stop_consumers)  # what is registered last runs first: before the data loader's own end
     removed = _removed_from_numpy()
     if removed:
         for module in _MODULES_WITH_OLD_NUMPY:
-            module.np = OldNumpy(removed)
+            module.np = Overlay(np, removed)
+
+
+class Overlay(types.ModuleType):
+    """A module, and the given names in it: what fairseq sees in the module's place."""
+
+    def __init__(self, module: types.ModuleType, names: dict):
+        super().__init__(module.__name__, module.__doc__)
+        vars(self).update(names)
+        self._module = module
+
+    def __getattr__(self, name: str):
+        return getattr(self._module, name)
 
 
 # --- command line
@@ -79,6 +103,47 @@ def _parse_args_and_arch(stock, parser: ArgumentParser, input_args=None, parse_k
 def _init_with_args(stock, self, args, *more, **kwargs):
     stock(self, args, *more, **kwargs)
     self.args = args
+
+
+# --- fp16 on the CPU
+
+
+def _build_fp32_params(stock, args, params, flatten: bool = True):
+    """The fp32 copy of the parameters; for ``flatten`` (N,) by device index, which is None on the CPU."""
+    if not flatten or params[0].device.type != "cpu":
+        return stock(args, params, flatten)
+    flat = torch.nn.Parameter(torch.cat([p.detach().float().flatten() for p in params]))
+    flat.grad = torch.zeros_like(flat)
+    return {params[0].device.index: flat}
+
+
+def _tensor(*args, **kwargs) -> torch.Tensor:
+    """torch.tensor for the trainer, which moves what it makes to a GPU, whether there is one or not."""
+    made = torch.tensor(*args, **kwargs)
+    if not torch.cuda.is_available():
+        made.cuda = made.cpu
+    return made
+
+
+# --- EMA
+
+_stores_ema: contextvars.ContextVar[bool] = contextvars.ContextVar("stores_ema", default=False)
+
+
+def _load_checkpoint(stock, self, *args, **kwargs):
+    token = _stores_ema.set(self.cfg.ema.store_ema)
+    try:
+        return stock(self, *args, **kwargs)
+    finally:
+        _stores_ema.reset(token)
+
+
+def _load_checkpoint_to_cpu(stock, *args, **kwargs) -> dict:
+    state = stock(*args, **kwargs)
+    if _stores_ema.get() and "ema" not in state["extra_state"]:
+        logger.info("the checkpoint holds no EMA: it starts from the weights")
+        state["extra_state"]["ema"] = state["model"]
+    return state
 
 
 # --- reading ahead
@@ -125,17 +190,6 @@ def _n_layers(state_dict: dict, side: str) -> int:
 
 
 # --- numpy
-
-
-class OldNumpy(types.ModuleType):
-    """numpy, and the given names in it: what a module of fairseq sees as ``np``."""
-
-    def __init__(self, removed: dict):
-        super().__init__("numpy", np.__doc__)
-        vars(self).update(removed)
-
-    def __getattr__(self, name: str):
-        return getattr(np, name)
 
 
 def _removed_from_numpy() -> dict:

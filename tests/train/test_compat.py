@@ -172,7 +172,7 @@ def test_other_names_that_numpy_removed():
 
 
 def test_old_numpy_is_numpy_otherwise():
-    old = compat.OldNumpy({"float": float})
+    old = compat.Overlay(np, {"float": float})
     assert old.array is np.array and old.float is float
     assert old.random is np.random
     with pytest.raises(AttributeError):
