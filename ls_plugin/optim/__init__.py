@@ -1,9 +1,10 @@
 """The plugin's optimizers, registered with fairseq on import."""
 
-from ls_plugin.optim import state
+from ls_plugin.optim import state, trainer
 from ls_plugin.optim.adam import ContiguousAdam, FairseqAdam
 from ls_plugin.optim.engine import ContiguousBuffer, GradientScale
 
 __all__ = ["ContiguousAdam", "ContiguousBuffer", "FairseqAdam", "GradientScale"]
 
 state.install()
+trainer.install()

@@ -64,6 +64,7 @@ class ContiguousBuffer:
             home = self.view(self.param, i)
             home.copy_(p.data)
             p.data = home
+        self._versions = [p._version for p in self.params]
         self._addresses = [p.data_ptr() for p in self.params]
         self._grad_addresses = [home.data_ptr() for home in self._grad_views]
         self._claimed = bytearray(len(self.params))  # which places of gradients were given away
@@ -138,6 +139,15 @@ class ContiguousBuffer:
         for p in self.params:
             p.grad = None
 
+    def rewritten(self) -> list[int]:
+        """The parameters that somebody wrote to since the last call, other than through ``p.data``, which leaves no trace."""
+        versions = [p._version for p in self.params]
+        if versions == self._versions:
+            return []
+        changed = [i for i, (new, old) in enumerate(zip(versions, self._versions, strict=True)) if new != old]
+        self._versions = versions
+        return changed
+
     def check_views(self) -> None:
         """Raises RuntimeError if a parameter's memory was replaced, for then an update would miss the model."""
         addresses = [p.data_ptr() for p in self.params]
@@ -169,11 +179,16 @@ class ContiguousBuffer:
 class GradientScale:
     """A factor on all gradients that is still to be applied: sample size, loss scale and clip coefficient in one number.
 
-    The true gradient is ``factor * p.grad``; the update multiplies inside its own pass. The factor stays on the device, so
+    The true gradient is ``factor / loss_scale * p.grad``; the update multiplies inside its own pass. The factor stays on the device, so
     that nothing waits for it.
+
+    Attributes:
+        factor: what was asked for since the gradients were reset.
+        loss_scale: by how much the loss was multiplied before the backward pass. It stays until it is set anew.
     """
 
     def __init__(self):
+        self.loss_scale = 1.0
         self.clear()
 
     def clear(self) -> None:
@@ -181,7 +196,7 @@ class GradientScale:
 
     @property
     def is_one(self) -> bool:
-        """Known without asking the device."""
+        """Whether the factor is 1, known without asking the device."""
         return not torch.is_tensor(self.factor) and self.factor == 1.0
 
     def multiply(self, c: float | Tensor) -> None:
@@ -190,23 +205,46 @@ class GradientScale:
             c = c.to(self.factor.device)
         self.factor = self.factor * c
 
-    def replace(self, factor: Tensor) -> None:
-        """factor: a scalar tensor into which the factor until now has gone."""
-        self.factor = factor
-
-    def tensor(self, device: torch.device) -> Tensor | None:
-        """fp32 scalar on ``device``, or None for 1."""
-        if self.is_one:
-            return None
-        if torch.is_tensor(self.factor):
-            return self.factor.detach().to(device=device, dtype=torch.float32).reshape(())
-        return torch.full((), self.factor, dtype=torch.float32, device=device)
+    def total(self, device: torch.device) -> Tensor | None:
+        """``factor / loss_scale``: fp32 scalar on ``device``, or None for 1."""
+        return _as_scalar(self.factor / self.loss_scale, device)
 
     def apply_to(self, buffers: list[ContiguousBuffer]) -> None:
-        """Multiplies the gradients that are set, and is 1 afterwards."""
+        """Multiplies the gradients that are set by the factor, which is 1 afterwards."""
         if not self.is_one:
             for buffer in buffers:
-                scale = self.tensor(buffer.grad.device)
+                scale = _as_scalar(self.factor, buffer.grad.device)
                 for grad in buffer.grads():
                     grad.mul_(scale)
         self.clear()
+
+
+def _as_scalar(factor: float | Tensor, device: torch.device) -> Tensor | None:
+    """fp32 scalar on ``device``, or None for a number that is 1; nothing is copied from the host's memory, for which a GPU would wait."""
+    if torch.is_tensor(factor):
+        return factor.detach().to(device=device, dtype=torch.float32).reshape(())
+    return None if factor == 1.0 else torch.full((), factor, dtype=torch.float32, device=device)
+
+
+class Overflow:
+    """Whether the gradients' norm is not finite: a bool scalar on the device, and on its way to the host if it will be read there.
+
+    The copy starts at once, so that who reads it waits for the norm and not for the update, which was launched after it.
+    """
+
+    def __init__(self, flag: Tensor, is_read: bool):
+        self._flag = self._host = flag
+        self._arrived = None
+        if is_read and flag.is_cuda:
+            self._host = torch.empty((), dtype=torch.bool, pin_memory=True)
+            self._host.copy_(flag, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record(torch.cuda.current_stream(flag.device))
+
+    def on(self, device: torch.device) -> Tensor:
+        return self._flag.to(device)
+
+    def read(self) -> bool:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return bool(self._host)

@@ -1,0 +1,368 @@
+"""fairseq's trainer under ``ls_adam``: no wait for the device between two log intervals, and checkpoints with the exact weights.
+
+:func:`install` wraps methods of ``fairseq.trainer.Trainer``. Each does what stock's does for every other optimizer.
+
+A training step of stock's reads some ten numbers from the device: whether the norm is finite (twice), and what it logs, rounded, which
+nobody looks at between two log intervals. Here numbers stay on the device until they are shown. A norm that is not finite makes the
+update itself do nothing; with fp16 the trainer learns of that when the update is launched (fairseq's count of updates depends on it),
+in other precisions at the next log interval, where training ends as in stock. On a CPU nothing has to be waited for, so it ends at once.
+"""
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator, Mapping
+
+import torch
+from fairseq import utils
+from fairseq.file_io import PathManager
+from fairseq.logging import metrics
+from fairseq.nan_detector import NanDetector
+from fairseq.trainer import Trainer
+from torch import Tensor
+
+from ls_plugin.errors import UnsupportedError
+from ls_plugin.optim import mixed_precision
+from ls_plugin.optim.adam import FairseqAdam
+from ls_plugin.rebinding import wrap
+
+logger = logging.getLogger(__name__)
+
+_NAME = "ls_adam"
+_ADAMS = ("adam", _NAME)
+_ADAM_CLASSES = (
+    "FairseqAdam",
+    "FP16Optimizer",
+    "MemoryEfficientFP16Optimizer",
+)  # of fairseq's and ours, which bear the same names
+_OUT_OF_MEMORY = "out of memory"  # in the message of torch's RuntimeError
+# What moves, shards or copies parameters by itself, or steps them in another way: the condition on the configuration, the flag, a remedy.
+_REFUSED = (
+    (lambda cfg: cfg.common.amp, "--amp", "--fp16 or --bf16 do the same with exact fp32 masters"),
+    (
+        lambda cfg: cfg.distributed_training.ddp_backend == "fully_sharded",
+        "--ddp-backend fully_sharded",
+        "lightseq-train --deepspeed shards",
+    ),
+    (lambda cfg: cfg.distributed_training.ddp_backend == "slowmo", "--ddp-backend slowmo", "take pytorch_ddp"),
+    (
+        lambda cfg: cfg.distributed_training.zero_sharding != "none",
+        "--zero-sharding",
+        "lightseq-train --deepspeed shards",
+    ),
+    (lambda cfg: cfg.optimization.use_bmuf, "--use-bmuf", "drop it"),
+)
+
+
+def install() -> None:
+    """Wraps the trainer's methods.  Calling it again changes nothing."""
+    mixed_precision.install()
+    wrap(Trainer, "_build_optimizer", _build_optimizer)
+    wrap(Trainer, "train_step", _train_step)
+    wrap(Trainer, "state_dict", _state_dict)
+    wrap(Trainer, "load_checkpoint", _load_checkpoint)
+
+
+def _is_asked_for(trainer: Trainer) -> bool:
+    return getattr(trainer.cfg.optimizer, "_name", None) == _NAME
+
+
+def _is_ours(trainer: Trainer) -> bool:
+    return isinstance(trainer.optimizer, FairseqAdam)
+
+
+# --- building
+
+
+def _build_optimizer(stock, self) -> None:
+    if _is_asked_for(self):
+        for is_set, flag, remedy in _REFUSED:
+            if is_set(self.cfg):
+                raise UnsupportedError(f"--optimizer {_NAME}: {flag} is unsupported; {remedy}, or use --optimizer adam")
+    stock(self)
+    if _is_ours(self):
+        self.optimizer.waits_before_step = False
+        self._norms = []  # of the updates since the last look at them
+    if self._optim_history and getattr(self.cfg.optimizer, "_name", None) in _ADAMS:
+        # Resuming insists on the class that saved the state. All of these save Adam's moments in fp32, whatever the precision.
+        last = self._optim_history[-1]
+        if last["optimizer_name"] in _ADAM_CLASSES:
+            self._optim_history[-1] = {**last, "optimizer_name": type(self.optimizer).__name__}
+
+
+# --- a training step
+
+
+def _train_step(stock, self, samples, raise_oom=False):
+    if not _is_ours(self):
+        return stock(self, samples, raise_oom)
+    with metrics.aggregate("train"):
+        return _step(self, samples, raise_oom)
+
+
+def _step(self, samples: list, raise_oom: bool) -> Mapping | None:
+    """One update from a list of batches; returns what is logged, or None where there was no update."""
+    self._set_seed()
+    self.model.train()
+    self.criterion.train()
+    self.zero_grad()
+    metrics.log_start_time("train_wall", priority=800, round=0)
+
+    accumulated = _accumulate(self, samples, raise_oom)
+    if accumulated is None:
+        return None
+    logging_outputs, sample_size, is_dummy = accumulated
+    if self._sync_stats():
+        train_time = self._local_cumulative_training_time()
+        logging_outputs, (sample_size, train_time) = self._aggregate_logging_outputs(
+            logging_outputs, sample_size, train_time, ignore=is_dummy
+        )
+        self._cumulative_training_time = train_time / self.data_parallel_world_size
+
+    output = None
+    try:
+        grad_norm = _update(self, sample_size)
+        _check_norms(self, grad_norm)
+    except OverflowError as overflow:
+        logger.info("NOTE: gradient overflow detected, ignoring gradient, %s", overflow)
+        _name_overflows(self)
+        self.zero_grad()
+    except FloatingPointError:
+        _save_crash(self)
+        _name_modules(self, samples)
+        raise
+    except RuntimeError as error:
+        if _OUT_OF_MEMORY in str(error):
+            self._log_oom(error)
+            logger.error("OOM during optimization, irrecoverable")
+        raise
+    else:
+        self.set_num_updates(self.get_num_updates() + 1)
+        _step_ema(self)
+        _log_memory(self)
+        output = _log(self, logging_outputs, sample_size, grad_norm)
+    if self.cfg.common.fp16:
+        metrics.log_scalar("loss_scale", self.optimizer.scaler.loss_scale, priority=700, round=4, weight=0)
+    metrics.log_stop_time("train_wall")
+    return output
+
+
+def _accumulate(self, samples: list, raise_oom: bool) -> tuple[list[dict], float | Tensor, bool] | None:
+    """Forward and backward of every batch: (logging outputs, sample size, whether they are a dummy's, to be counted as 0).
+
+    None where memory ran out and no other rank goes on. Where others do, this rank's share of the update is 0.
+    """
+    logging_outputs, sample_size, dummy_output, ran_out = [], 0.0, None, False
+    ema = (
+        {"ema_model": self.ema.get_model()} if self.cfg.ema.store_ema and getattr(self.task, "uses_ema", False) else {}
+    )
+    for i, sample in enumerate(samples):
+        sample, is_dummy = self._prepare_sample(sample)
+        postpones = self.data_parallel_world_size > 1 and hasattr(self.model, "no_sync") and i < len(samples) - 1
+        try:
+            with self.model.no_sync() if postpones else contextlib.nullcontext():
+                _, batch_size, logging_output = self.task.train_step(
+                    sample=sample,
+                    model=self.model,
+                    criterion=self.criterion,
+                    optimizer=self.optimizer,
+                    update_num=self.get_num_updates(),
+                    ignore_grad=is_dummy,
+                    **ema,
+                )
+            if is_dummy:
+                dummy_output = logging_output
+            else:
+                logging_outputs.append(logging_output)
+                sample_size = sample_size + batch_size
+            if self.cuda and self.get_num_updates() == 0:
+                torch.cuda.empty_cache()  # the first batch leaves the most fragments
+        except RuntimeError as error:
+            if _OUT_OF_MEMORY not in str(error):
+                raise
+            self._log_oom(error)
+            if raise_oom:
+                raise
+            ran_out = True
+        except Exception:
+            _save_crash(self)
+            raise
+        if ran_out:
+            # Outside of the handler, whose exception holds the frames of the forward pass and what they allocated.
+            logger.warning("attempting to recover from OOM in forward/backward pass")
+            ran_out = False
+            self.zero_grad()
+            if self.cuda:
+                torch.cuda.empty_cache()
+            if self.cfg.distributed_training.distributed_world_size == 1:
+                return None
+            if logging_outputs or dummy_output is None:
+                dummy_output = (logging_outputs or [self._last_output])[0]
+            logging_outputs, sample_size = [], 0.0
+    if torch.is_tensor(sample_size):
+        sample_size = sample_size.float()
+    if logging_outputs:
+        self._last_output = logging_outputs[-1]
+        return logging_outputs, sample_size, False
+    # Ranks must agree on what is summed: this one has its names, and nothing to add.
+    return [dummy_output], sample_size, True
+
+
+def _update(self, sample_size: float | Tensor) -> Tensor:
+    """Reduces the gradients over ranks, scales, clips and applies them.  Returns their norm, on the device."""
+    with torch.autograd.profiler.record_function("reduce-grads"):
+        self.optimizer.all_reduce_grads(self.model)
+        if utils.has_parameters(self.criterion):
+            self.optimizer.all_reduce_grads(self.criterion)
+    with torch.autograd.profiler.record_function("multiply-grads"):
+        # Ranks were averaged. Without any token the gradients are 0 already.
+        n_tokens = sample_size + (sample_size == 0)
+        self.optimizer.multiply_grads(self.data_parallel_world_size / n_tokens)
+    with torch.autograd.profiler.record_function("clip-grads"):
+        grad_norm = self.clip_grad_norm(self.cfg.optimization.clip_norm)
+    with torch.autograd.profiler.record_function("optimizer"):
+        self.task.optimizer_step(self.optimizer, model=self.model, update_num=self.get_num_updates())
+    return grad_norm
+
+
+def _step_ema(self) -> None:
+    if self.cfg.ema.store_ema:
+        self.ema.step(_Exact(self.get_model(), self.optimizer), self.get_num_updates())
+        metrics.log_scalar("ema_decay", self.ema.get_decay(), priority=10000, round=5, weight=0)
+
+
+class _Exact:
+    """What the moving average takes of a model, with the masters in the place of its 16-bit parameters."""
+
+    def __init__(self, model, optimizer: FairseqAdam):
+        self._model, self._optimizer = model, optimizer
+
+    def state_dict(self) -> dict:
+        return self._optimizer.optimizer.with_masters(self._model.state_dict())
+
+
+def _log_memory(self) -> None:
+    if self.cuda and self.cuda_env is not None:
+        used = torch.cuda.max_memory_allocated() / 2**30
+        torch.cuda.reset_peak_memory_stats()
+        metrics.log_scalar("gb_free", self.cuda_env.total_memory_in_GB - used, priority=1500, round=1, weight=0)
+        frequency = self.cfg.common.empty_cache_freq
+        if frequency > 0 and (self.get_num_updates() + frequency - 1) % frequency == 0:
+            torch.cuda.empty_cache()
+
+
+def _log(self, logging_outputs: list, sample_size: float | Tensor, grad_norm: Tensor) -> Mapping:
+    metrics.log_speed("ups", 1.0, priority=100, round=2)
+    metrics.log_scalar("gnorm", grad_norm, priority=400, round=3)
+    clip_norm = self.cfg.optimization.clip_norm
+    if clip_norm > 0:
+        metrics.log_scalar("clip", (grad_norm > clip_norm) * 100.0, priority=500, round=1)
+    with metrics.aggregate() as meters:
+        self.task.reduce_metrics(logging_outputs, self.get_criterion())
+        if "loss" not in meters:
+            if "loss" not in self._warn_once:
+                self._warn_once.add("loss")
+                logger.warning("the criterion's reduce_metrics did not log a 'loss', which some functions need")
+            metrics.log_scalar("loss", -1)
+    return _Values(meters, sample_size)
+
+
+class _Values(Mapping):
+    """What stock's train_step returns, as numbers that are read from the device when somebody looks at them."""
+
+    def __init__(self, meters, sample_size: float | Tensor):
+        self._meters, self._sample_size = meters, sample_size
+        self._known: dict | None = None
+
+    def _values(self) -> dict:
+        if self._known is None:
+            hidden = ("ppl", "wps", "wpb", "bsz")  # as in stock
+            values = {key: value for key, value in self._meters.get_smoothed_values().items() if key not in hidden}
+            self._known = {**values, "sample_size": self._sample_size}
+        return self._known
+
+    def __getitem__(self, key: str):
+        return self._values()[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values())
+
+    def __len__(self) -> int:
+        return len(self._values())
+
+
+# --- gradients that are not finite
+
+
+def _check_norms(self, grad_norm: Tensor) -> None:
+    """Ends training if a norm was not finite, or ranks differ: at a log interval, or at once where nothing has to be waited for.
+
+    Raises:
+        FloatingPointError: says which update it was. It changed nothing.
+    """
+    update = self.get_num_updates() + 1
+    self._norms.append(grad_norm)
+    if _is_waited_for(grad_norm) and update % self.cfg.common.log_interval != 0:
+        return
+    norms, self._norms = self._norms, []
+    self._check_grad_norms(grad_norm)
+    finite = torch.stack([norm.reshape(()) for norm in norms]).isfinite().tolist()
+    if not all(finite):
+        failed = update - len(finite) + 1 + finite.index(False)
+        raise FloatingPointError(f"gradients are Nan/Inf at update {failed}, which left the weights as they were")
+
+
+def _is_waited_for(value: Tensor) -> bool:
+    """Whether reading a value on the host waits for a device."""
+    return value.device.type != "cpu"
+
+
+def _name_overflows(self) -> None:
+    for name, p in zip(getattr(self, "param_names", ()), self.optimizer.params, strict=False):  # --debug-param-names
+        if p.grad is not None and not p.grad.isfinite().all():
+            logger.info("overflow in param %s", name)
+
+
+def _name_modules(self, samples: list) -> None:
+    """Logs which module's output is not finite first, on these batches."""
+    self.zero_grad()
+    self._set_seed()
+    with NanDetector(self.get_model(), backward=False), torch.no_grad():
+        for sample in samples:
+            sample, _ = self._prepare_sample(sample)
+            self.criterion(self.model, sample)
+
+
+def _save_crash(self) -> None:
+    self.consolidate_optimizer()
+    self.save_checkpoint(os.path.join(self.cfg.checkpoint.save_dir, "crash.pt"), {})
+
+
+# --- checkpoints
+
+
+def _state_dict(stock, self) -> dict:
+    """Stock's, with the exact masters as the weights of 16-bit models (stock saves those in fp32 as well, but rounded)."""
+    state = stock(self)
+    if _is_ours(self):
+        for part in ("model", "criterion"):
+            if state[part] is not None:
+                state[part] = self.optimizer.optimizer.with_masters(state[part])
+    return state
+
+
+def _load_checkpoint(stock, self, filename, *args, **kwargs):
+    """Loads the weights of a 16-bit model in full: they lie in the model as fp32 until the optimizer takes them over."""
+    dtype = torch.float16 if self.cfg.common.fp16 else torch.bfloat16 if self.cfg.common.bf16 else None
+    if not _is_asked_for(self) or dtype is None or not PathManager.isfile(filename):
+        return stock(self, filename, *args, **kwargs)
+    params = [p for module in (self._model, self._criterion) for p in module.parameters() if p.dtype == dtype]
+    for p in params:
+        p.data = p.data.float()
+    extra_state = stock(self, filename, *args, **kwargs)
+    if any(p.requires_grad and p.dtype == torch.float32 for p in params):
+        self._build_optimizer()  # a reset one
+    for p in params:
+        if p.dtype == torch.float32:  # frozen
+            p.data = p.data.to(dtype)
+    return extra_state
