@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ls_plugin import _library
+from ls_plugin.ops.checks import product_dtype
 from ls_plugin.ops.linear_cross_entropy import block_rows
 
 # What passes its arguments on to the module inside.
@@ -43,9 +44,7 @@ def saves_memory(weight: Tensor, n_tokens: int, reduce: bool) -> bool:
         reduce: a sum is wanted, not the losses of single tokens.
     """
     n_classes, n_columns = weight.shape
-    device = weight.device.type
-    autocasts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    item_bytes = (torch.get_autocast_dtype(device) if autocasts else weight.dtype).itemsize
+    item_bytes = (product_dtype(weight) or weight.dtype).itemsize
     logits, block = (rows * n_classes * item_bytes for rows in (n_tokens, min(n_tokens, block_rows(n_classes))))
     if not torch.is_grad_enabled():
         return block < logits

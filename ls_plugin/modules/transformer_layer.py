@@ -27,6 +27,7 @@ from ls_plugin.modules.joint import joint
 from ls_plugin.modules.layer_node import EncoderAttention, FeedForward, Run, SelfAttention, apply_layer_node
 from ls_plugin.modules.layer_norm import LayerNorm
 from ls_plugin.modules.swap import has_hooks, use_fused_modules
+from ls_plugin.ops.checks import product_dtype
 
 
 @dataclasses.dataclass(slots=True)
@@ -354,8 +355,8 @@ def can_be_nodes(x: Tensor, training: bool) -> bool:
     return (
         (training or torch.is_grad_enabled())
         and _library.has_kernel(x)
-        and not torch.is_autocast_enabled(x.device.type)
         and not torch.compiler.is_compiling()
+        and product_dtype(x) is None
         and not torch._C._are_functorch_transforms_active()
         and forward_ad._current_level < 0
     )

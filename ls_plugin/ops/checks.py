@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -69,6 +70,21 @@ def to_common_dtype(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
         return tensors
     dtype = functools.reduce(torch.promote_types, [t.dtype for t in tensors if t is not None])
     return tuple(None if t is None else t.to(dtype) for t in tensors)
+
+
+def product_dtype(like: Tensor) -> torch.dtype | None:
+    """The dtype to which matrix products on ``like``'s device cast their operands; None where they cast none.
+
+    Told by autocast, and by apex.amp's O1, which puts functions that cast in the place of torch's own.
+    """
+    device = like.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    if torch.compiler.is_compiling() or F.linear is torch._C._nn.linear:
+        return None
+    one = torch.ones(1, 1, device=like.device)
+    dtype = F.linear(one, one).dtype
+    return None if dtype == one.dtype else dtype
 
 
 def expand_bias(op: str, bias: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

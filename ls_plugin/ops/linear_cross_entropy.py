@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ls_plugin import _library, reference
 from ls_plugin.ops.autograd import differentiable_once
-from ls_plugin.ops.checks import check, check_floating, check_vocabulary, to_common_dtype
+from ls_plugin.ops.checks import check, check_floating, check_vocabulary, product_dtype, to_common_dtype
 
 _OP = "linear_cross_entropy"
 
@@ -32,7 +32,7 @@ def linear_cross_entropy(
     on a CPU; on a GPU, which would have to be waited for, they are computed and dropped.
 
     Args:
-        x: (..., C), fp32, fp16 or bf16 (others run the reference).  weight: (V, C).  Under autocast both take its dtype, as in a product.
+        x: (..., C), fp32, fp16 or bf16 (others run the reference).  weight: (V, C).  Under autocast, or apex.amp, both take its dtype, as in a product.
         target: int64, x's leading shape; each in [0, V) or ignore_index.
         epsilon: smoothing, in [0, 1].
         reduction: "sum": scalars, and the gradients are made on the way; "none": target's shape, and the backward computes the
@@ -53,8 +53,8 @@ def linear_cross_entropy(
         raise RuntimeError(
             f"{_OP}: target must have x's leading shape {tuple(x.shape[:-1])}, got {tuple(target.shape)}"
         )
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
+    dtype = product_dtype(x)
+    if dtype is not None:
         x, weight = x.to(dtype), weight.to(dtype)
     x, weight = to_common_dtype(x, weight)
     shape = target.shape
