@@ -8,18 +8,15 @@
   loading would prune the checkpoint of a pruned model once more.
 - ``--task translation_from_pretrained_bart`` (mBART): it reads ``args``, which the task that it subclasses has renamed ``cfg``.
 - ``--fp16 --cpu``: the flat fp32 copy is made on the current CUDA device, and so is the norm of gradients that overflowed.
-- ``--store-ema`` from a checkpoint without an EMA: it starts from the weights, which fairseq has deleted by then.
 - Reading ahead: the thread that prepares batches is still at it when a run ends by ``--max-update``; it is stopped before the process
   ends, for Python's shutdown in the middle of torch's code aborts ("terminate called without an active exception", status 134).
 """
 
 import atexit
 import contextlib
-import contextvars
 import functools
 import importlib.util
 import inspect
-import logging
 import queue
 import re
 import time
@@ -39,8 +36,6 @@ from omegaconf import DictConfig, open_dict
 from ls_plugin.errors import UnsupportedError
 from ls_plugin.rebinding import wrap
 
-logger = logging.getLogger(__name__)
-
 # fairseq's modules that use a name which some numpy has removed
 _MODULES_WITH_OLD_NUMPY = (data_utils, language_pair_dataset, token_block_dataset, dynamic_crf_layer)
 _SIDES = ("encoder", "decoder")
@@ -57,8 +52,6 @@ def install() -> None:
     wrap(TranslationFromPretrainedBARTTask, "__init__", _init_with_args)
     wrap(iterators.BufferedIterator, "_create_consumer", _create_consumer)
     wrap(_FP16OptimizerMixin, "build_fp32_params", _build_fp32_params)
-    wrap(trainer.Trainer, "load_checkpoint", _load_checkpoint)
-    wrap(checkpoint_utils, "load_checkpoint_to_cpu", _load_checkpoint_to_cpu)
     trainer.torch = Overlay(torch, {"tensor": _tensor})
     atexit.unregister(_stop_consumers)
     atexit.register(_stop_consumers)  # what is registered last runs first: before the data loader's own end
@@ -123,27 +116,6 @@ def _tensor(*args, **kwargs) -> torch.Tensor:
     if not torch.cuda.is_available():
         made.cuda = made.cpu
     return made
-
-
-# --- EMA
-
-_stores_ema: contextvars.ContextVar[bool] = contextvars.ContextVar("stores_ema", default=False)
-
-
-def _load_checkpoint(stock, self, *args, **kwargs):
-    token = _stores_ema.set(self.cfg.ema.store_ema)
-    try:
-        return stock(self, *args, **kwargs)
-    finally:
-        _stores_ema.reset(token)
-
-
-def _load_checkpoint_to_cpu(stock, *args, **kwargs) -> dict:
-    state = stock(*args, **kwargs)
-    if _stores_ema.get() and "ema" not in state["extra_state"]:
-        logger.info("the checkpoint holds no EMA: it starts from the weights")
-        state["extra_state"]["ema"] = state["model"]
-    return state
 
 
 # --- reading ahead

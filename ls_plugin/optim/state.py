@@ -2,30 +2,19 @@
 
 List: an entry per parameter, in the order of ``model.parameters()`` that require gradients and then the criterion's; saved by fp32,
 ``--bf16``, both ``--memory-efficient-*`` and ``--fp16-no-flatten-grads``. Flat: one entry of N elements, the parameters one after another in
-the same order; saved by ``--fp16``. :func:`install` makes every optimizer of fairseq resume from either.
+the same order; saved by ``--fp16``.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 
 import torch
-from fairseq.optim import FairseqOptimizer
-from fairseq.optim.fp16_optimizer import _FP16OptimizerMixin, _MemoryEfficientFP16OptimizerMixin
-from torch import Tensor
 
 from ls_plugin.errors import CheckpointError
-from ls_plugin.rebinding import wrap
 
 _REMEDY = "resume with --reset-optimizer"
-_SCALE = "_scale"  # --fp16-adam-stats keeps exp_avg in fp16, to be multiplied by exp_avg_scale
-
-
-def install() -> None:
-    """Makes fairseq's optimizers take the state of either layout.  Calling it again changes nothing."""
-    wrap(FairseqOptimizer, "load_state_dict", _load_list)
-    wrap(_MemoryEfficientFP16OptimizerMixin, "load_state_dict", _load_list)
-    wrap(_FP16OptimizerMixin, "load_state_dict", _load_flat)
+SCALE = "_scale"  # --fp16-adam-stats keeps exp_avg in fp16, to be multiplied by exp_avg_scale
 
 
 def to_list(state_dict: dict, shapes: Sequence[torch.Size]) -> dict:
@@ -43,7 +32,7 @@ def to_list(state_dict: dict, shapes: Sequence[torch.Size]) -> dict:
         _check_list(state_dict, shapes)
         return state_dict
     group, entry = _the_flat_one(state_dict, shapes)
-    entry = _unscaled(entry)
+    entry = unscaled(entry)
     sizes = [shape.numel() for shape in shapes]
     # A state that was saved before the first update has no entry.
     entries: list[dict] = [{} for _ in shapes] if entry else []
@@ -84,7 +73,7 @@ def to_flat(state_dict: dict, shapes: Sequence[torch.Size]) -> dict:
         )
     _check_list(state_dict, shapes)
     (group,) = groups
-    entries = [_unscaled(state_dict["state"].get(key, {})) for key in group["params"]]
+    entries = [unscaled(state_dict["state"].get(key, {})) for key in group["params"]]
     names = dict.fromkeys(chain.from_iterable(entries))  # in order
     flat = {name: _joined(name, [entry.get(name) for entry in entries], shapes) for name in names}
     return {**state_dict, "state": {0: flat} if flat else {}, "param_groups": [{**group, "params": [0]}]}
@@ -158,44 +147,13 @@ def _check_list(state_dict: dict, shapes: Sequence[torch.Size]) -> None:
             )
 
 
-def _unscaled(entry: dict) -> dict:
+def unscaled(entry: dict) -> dict:
     """One parameter's state with its values in fp32 where --fp16-adam-stats keeps them in fp16 beside a scale."""
-    scales = {name.removesuffix(_SCALE): value for name, value in entry.items() if name.endswith(_SCALE)}
+    scales = {name.removesuffix(SCALE): value for name, value in entry.items() if name.endswith(SCALE)}
     if not scales:
         return entry
     return {
         name: value.float() * scales[name] if name in scales else value
         for name, value in entry.items()
-        if not name.endswith(_SCALE)
+        if not name.endswith(SCALE)
     }
-
-
-# --- fairseq's optimizers
-
-
-def _load_list(stock, self, state_dict: dict, optimizer_overrides=None):
-    return stock(self, _fitted(self, state_dict, to_list, self.params), optimizer_overrides)
-
-
-def _load_flat(stock, self, state_dict: dict, optimizer_overrides=None):
-    if self.has_flat_params:  # the list is the business of the optimizer within
-        state_dict = _fitted(self, state_dict, to_flat, self.fp16_params)
-    return stock(self, state_dict, optimizer_overrides)
-
-
-def _fitted(optimizer: FairseqOptimizer, state_dict: dict, convert: Callable, params: Iterable[Tensor]) -> dict:
-    """A saved state as ``optimizer`` keeps it."""
-    if not {"state", "param_groups"} <= state_dict.keys():
-        return state_dict  # of several optimizers, by name (--optimizer composite)
-    state_dict = convert(state_dict, [p.shape for p in params])
-    state = state_dict["state"]
-    has_scales = any(name.endswith(_SCALE) for entry in state.values() for name in entry)
-    needs_scales = getattr(optimizer.optimizer, "use_fp16_stats", False)
-    if needs_scales and state and not has_scales:
-        raise CheckpointError(
-            "--fp16-adam-stats: the saved state must have been written with this flag, and both runs with --fp16 or both without it, since the "
-            "scales of its fp16 moments cannot be made afterwards; drop the flag, or resume with --reset-optimizer"
-        )
-    if has_scales and not needs_scales:
-        state_dict = {**state_dict, "state": {key: _unscaled(entry) for key, entry in state.items()}}
-    return state_dict
