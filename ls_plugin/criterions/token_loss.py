@@ -1,10 +1,11 @@
 """What the plugin's criterions have in common: the loss of tokens from logits, or by blocks from the features before them."""
 
+import math
 from dataclasses import dataclass, field
 
 import torch
-from fairseq import utils
 from fairseq.dataclass import ChoiceEnum
+from fairseq.logging import metrics
 from fairseq.models import BaseFairseqModel, FairseqDecoder
 from fairseq.models.transformer import TransformerModelBase
 from fairseq.trainer import Trainer
@@ -24,7 +25,7 @@ _STOCK_SOFTMAX = {
     TransformerModelBase.get_normalized_probs,  # as the first, for TorchScript
 }
 
-
+_ACCURACY = ("total", "n_correct")  # numbers of tokens, in the order in which stock logs them
 FUSED_PROJECTION_CHOICES = ChoiceEnum(["auto", "always", "never"])
 
 
@@ -82,7 +83,7 @@ class TokenLoss:
             "sample_size": sample_size,
         }
         if accuracy is not None:
-            logging_output["n_correct"], logging_output["total"] = map(utils.item, accuracy)
+            logging_output["n_correct"], logging_output["total"] = accuracy
         return loss, sample_size, logging_output
 
     def compute_loss(self, model, net_output, sample, reduce: bool = True) -> tuple[Tensor, Tensor]:
@@ -102,6 +103,16 @@ class TokenLoss:
         counted = target.ne(self.padding_idx)
         n_correct = logits.argmax(-1).eq(target).logical_and_(counted).sum()
         return n_correct, counted.sum()
+
+    @classmethod
+    def reduce_metrics(cls, logging_outputs: list[dict]) -> None:
+        """Logs what stock does; the accuracy without reading it from the device, which stock does after every update."""
+        counts = {name: [log[name] for log in logging_outputs if name in log] for name in _ACCURACY}
+        super().reduce_metrics([{k: v for k, v in log.items() if k not in _ACCURACY} for log in logging_outputs])
+        if counts["total"]:
+            for name, values in counts.items():
+                metrics.log_scalar(name, sum(values))
+            metrics.log_derived("accuracy", _accuracy)
 
     def refuse_unfit(self, model, cfg=None) -> None:
         """Raises UnsupportedError for a model, or a configuration of fairseq, that training with this criterion cannot serve."""
@@ -144,6 +155,12 @@ class TokenLoss:
             target = target.clone()
             target[:, : self.ignore_prefix_size] = self.padding_idx
         return net_output[0], target
+
+
+def _accuracy(meters) -> float:
+    """Percent of the tokens that were predicted."""
+    total, n_correct = (float(meters[name].sum) for name in _ACCURACY)
+    return round(n_correct * 100.0 / total, 3) if total > 0 else math.nan
 
 
 def refuse_unless_softmax(model, twin: str) -> None:

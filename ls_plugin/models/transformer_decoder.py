@@ -3,6 +3,7 @@
 from fairseq.models.transformer import TransformerDecoderBase
 from torch import Tensor
 
+from ls_plugin import host
 from ls_plugin.models.wrapping import wrap_layer
 from ls_plugin.modules import TransformerDecoderLayer, use_fused_modules
 from ls_plugin.modules.embedding import can_be_one_op, position_table
@@ -51,14 +52,14 @@ class LightSeqTransformerDecoder(TransformerDecoderBase):
         encoder_padding_mask = None if enc is None else _first(encoder_out, "encoder_padding_mask")
         if (
             encoder_padding_mask is not None
-            and encoder_padding_mask.device.type == "cpu"
+            and not host.waits_for(encoder_padding_mask.device)
             and not encoder_padding_mask.any()
         ):
             encoder_padding_mask = None
         x = self._embed(prev_output_tokens, incremental_state)
         tokens = prev_output_tokens if incremental_state is None else prev_output_tokens[:, -1:]
         padding_mask = tokens.eq(self.padding_idx)
-        if not self.cross_self_attention and tokens.device.type == "cpu" and not padding_mask.any():
+        if not self.cross_self_attention and not host.waits_for(tokens.device) and not padding_mask.any():
             padding_mask = None
         context = Context(
             padding_mask=padding_mask,

@@ -4,6 +4,7 @@ import torch
 from fairseq.models.transformer import TransformerEncoderBase
 from torch import Tensor
 
+from ls_plugin import host
 from ls_plugin.models.wrapping import wrap_layer
 from ls_plugin.modules import TransformerEncoderLayer, use_fused_modules
 from ls_plugin.modules.embedding import can_be_one_op, position_table
@@ -39,8 +40,7 @@ class LightSeqTransformerEncoder(TransformerEncoderBase):
         """
         padding_mask = src_tokens.eq(self.padding_idx)
         x = self._embed(src_tokens, token_embeddings)
-        # On the CPU it costs nothing to ask; a GPU would have to be waited for.
-        mask = padding_mask if src_tokens.device.type != "cpu" or padding_mask.any() else None
+        mask = padding_mask if host.waits_for(src_tokens.device) or padding_mask.any() else None
         if mask is not None:
             x = x.masked_fill(mask.unsqueeze(-1), 0.0)
 

@@ -9,6 +9,7 @@ in other precisions at the next log interval, where training ends as in stock. O
 """
 
 import contextlib
+import functools
 import logging
 import os
 from collections.abc import Iterator, Mapping
@@ -21,6 +22,7 @@ from fairseq.nan_detector import NanDetector
 from fairseq.trainer import Trainer
 from torch import Tensor
 
+from ls_plugin import host
 from ls_plugin.errors import UnsupportedError
 from ls_plugin.optim import mixed_precision
 from ls_plugin.optim.adam import FairseqAdam
@@ -114,8 +116,8 @@ def _step(self, samples: list, raise_oom: bool) -> Mapping | None:
     logging_outputs, sample_size, is_dummy = accumulated
     if self._sync_stats():
         train_time = self._local_cumulative_training_time()
-        logging_outputs, (sample_size, train_time) = self._aggregate_logging_outputs(
-            logging_outputs, sample_size, train_time, ignore=is_dummy
+        logging_outputs, (sample_size, train_time) = _sum_over_ranks(
+            self, logging_outputs, (sample_size, train_time), is_dummy
         )
         self._cumulative_training_time = train_time / self.data_parallel_world_size
 
@@ -206,6 +208,38 @@ def _accumulate(self, samples: list, raise_oom: bool) -> tuple[list[dict], float
         return logging_outputs, sample_size, False
     # Ranks must agree on what is summed: this one has its names, and nothing to add.
     return [dummy_output], sample_size, True
+
+
+def _sum_over_ranks(self, logging_outputs: list[dict], extra: tuple, is_dummy: bool) -> tuple[list[dict], list]:
+    """What was logged, and further numbers, summed over all ranks; a dummy's outputs count as 0.
+
+    Stock sends everything by way of the device, from which the host's numbers then are read again and again. Here they go from host to
+    host, and only what lies on the device goes there.
+    """
+    if self.cfg.common.model_parallel_size > 1 or not self.task.logging_outputs_can_be_summed(self.get_criterion()):
+        return self._aggregate_logging_outputs(logging_outputs, *extra, ignore=is_dummy)
+    values = {key: sum(log[key] for log in logging_outputs if key in log) for key in logging_outputs[0]}
+    if is_dummy:
+        values = {key: torch.zeros_like(value) if torch.is_tensor(value) else 0 for key, value in values.items()}
+    values.update(enumerate(extra))
+    device = {key: value for key, value in values.items() if torch.is_tensor(value)}
+    numbers = {key: value for key, value in values.items() if key not in device}
+    if device:
+        totals = torch.stack([value.reshape(()).to(self.device, torch.float64) for value in device.values()])
+        torch.distributed.all_reduce(totals, group=self.data_parallel_process_group)
+        values.update(zip(device, totals.unbind(), strict=True))
+    totals = torch.tensor(list(numbers.values()), dtype=torch.float64)
+    torch.distributed.all_reduce(totals, group=_host_group(self.data_parallel_process_group))
+    values.update(zip(numbers, totals.tolist(), strict=True))
+    return [{key: values[key] for key in logging_outputs[0]}], [values[i] for i in range(len(extra))]
+
+
+@functools.lru_cache(maxsize=1)
+def _host_group(group):
+    """The ranks of ``group``, to send from host to host."""
+    if "gloo" in torch.distributed.get_backend(group):
+        return group
+    return torch.distributed.new_group(torch.distributed.get_process_group_ranks(group), backend="gloo")
 
 
 def _update(self, sample_size: float | Tensor) -> Tensor:
@@ -302,7 +336,7 @@ def _check_norms(self, grad_norm: Tensor) -> None:
     """
     update = self.get_num_updates() + 1
     self._norms.append(grad_norm)
-    if _is_waited_for(grad_norm) and update % self.cfg.common.log_interval != 0:
+    if host.waits_for(grad_norm.device) and update % self.cfg.common.log_interval != 0:
         return
     norms, self._norms = self._norms, []
     self._check_grad_norms(grad_norm)
@@ -310,11 +344,6 @@ def _check_norms(self, grad_norm: Tensor) -> None:
     if not all(finite):
         failed = update - len(finite) + 1 + finite.index(False)
         raise FloatingPointError(f"gradients are Nan/Inf at update {failed}, which left the weights as they were")
-
-
-def _is_waited_for(value: Tensor) -> bool:
-    """Whether reading a value on the host waits for a device."""
-    return value.device.type != "cpu"
 
 
 def _name_overflows(self) -> None:

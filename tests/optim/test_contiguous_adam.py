@@ -487,7 +487,7 @@ def test_state_of_fp16_adam_stats_is_scaled_back():
 
 
 @pytest.mark.parametrize(
-    "change, message", [("group", "parameters per group"), ("shape", "shape"), ("amsgrad", "amsgrad")]
+    "change, message", [("group", "must be of 3 parameters"), ("shape", "shape"), ("amsgrad", "amsgrad")]
 )
 def test_a_state_that_does_not_fit_is_refused(change, message):
     pair = twins()[1]
@@ -547,7 +547,14 @@ def test_parameter_groups_with_their_own_options():
 
 
 def wrapper_config(name, bf16):
-    common = {"bf16": bf16, "fp16_no_flatten_grads": True, "fp16_scale_window": 4, "fp16_init_scale": 8}
+    common = {
+        "bf16": bf16,
+        "fp16": not bf16,
+        "memory_efficient_fp16": False,
+        "fp16_no_flatten_grads": True,
+        "fp16_scale_window": 4,
+        "fp16_init_scale": 8,
+    }
     common |= {"fp16_scale_tolerance": 0.0, "threshold_loss_scale": None, "min_loss_scale": 1e-4}
     return SimpleNamespace(optimizer=config(name), common=SimpleNamespace(**common))
 
