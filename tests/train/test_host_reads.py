@@ -79,6 +79,7 @@ def make_trainer(commands, training_flags, monkeypatch, tmp_path):
         ]
         args = options.parse_args_and_arch(options.get_training_parser(), [str(a) for a in (*arguments, *flags)])
         cfg = convert_namespace_to_omegaconf(args)
+        torch.manual_seed(7)
         task = tasks.setup_task(cfg.task)
         trainer = Trainer(cfg, task, task.build_model(cfg.model), task.build_criterion(cfg.criterion))
         task.load_dataset("train")
