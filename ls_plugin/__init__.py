@@ -18,10 +18,11 @@ def _register() -> None:
 
     _library.warn_if_not_loaded()
     # fairseq is imported from here on, which needs the checks first.
-    from ls_plugin import checkpoint, compat, criterions, models, ops, optim  # noqa: F401
+    from ls_plugin import checkpoint, compat, criterions, distributed, models, ops, optim  # noqa: F401
 
     checkpoint.install()
     compat.install()
+    distributed.install()
 
 
 # The doctor must run where the checks fail: it is what tells why.

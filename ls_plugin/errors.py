@@ -23,3 +23,7 @@ class TokenIdError(DataError, IndexError):
 
 class CheckpointError(LightSeqError, RuntimeError):
     """A checkpoint that cannot be read, or could not be written."""
+
+
+class RankError(LightSeqError, RuntimeError):
+    """Another process of a distributed run has ended, so this one cannot go on."""

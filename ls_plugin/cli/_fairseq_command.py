@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+import torch.distributed as dist
 from fairseq import models
 from torch.multiprocessing import ProcessExitedException
 
@@ -114,11 +115,15 @@ def leave(status: int) -> NoReturn:
 
 
 def set_up_logging() -> None:
-    """fairseq's log format on standard output; fairseq sets it only when nothing was logged before, and importing it logs."""
+    """fairseq's log format on standard output; fairseq sets it only when nothing was logged before, and importing it logs.
+
+    Ranks other than the first log warnings only, as fairseq has them do.
+    """
+    level = "WARNING" if _rank() else os.environ.get("LOGLEVEL", "INFO").upper()
     logging.basicConfig(
         format="%(asctime)s | %(levelname)s | %(name)s | %(message)s",
         datefmt="%Y-%m-%d %H:%M:%S",
-        level=os.environ.get("LOGLEVEL", "INFO").upper(),
+        level=level,
         stream=sys.stdout,
         force=True,
     )
@@ -184,6 +189,8 @@ def _tell(command: str, error: BaseException, data: str = "") -> int:
         return error.exit_code if error.exit_code and error.exit_code > 0 else EXIT_FAILED
     if os.environ.get("LS_DEBUG") == "1":
         traceback.print_exception(error)
+    if _rank():
+        command = f"{command} (rank {_rank()})"
     if isinstance(error, KeyboardInterrupt):
         print(f"{command}: interrupted; checkpoints that were written are whole", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -223,6 +230,10 @@ def _known_cause(error: BaseException, data: str = "") -> tuple[int, str] | None
         cause = _first_lines(error.__context__)
         return EXIT_FAILED, f"{message.split(';')[0]}: {cause}; give the flags of the model that was saved"
     return None
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def _one_line(message: str) -> str:

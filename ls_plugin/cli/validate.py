@@ -2,7 +2,7 @@
 
 import fairseq_cli.validate as stock
 
-from ls_plugin.cli._fairseq_command import check_and_run, run
+from ls_plugin.cli._fairseq_command import check_and_run, run, set_up_logging
 
 _stock_main = stock.main
 
@@ -14,6 +14,7 @@ def worker_main(cfg, **kwargs):
 
 def main() -> None:
     stock.main = worker_main
+    stock.reset_logging = set_up_logging  # fairseq's has every rank print its results
     # With fairseq's default, 8, sentences of the last batch beyond a multiple of 8 would silently not be scored.
     run(
         "lightseq-validate",
