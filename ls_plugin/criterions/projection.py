@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ls_plugin import _library
+from ls_plugin.models.transformer_decoder import LightSeqTransformerDecoder
 from ls_plugin.ops.checks import product_dtype
 from ls_plugin.ops.linear_cross_entropy import block_rows
 
@@ -24,7 +25,7 @@ _MODEL_METHODS = {
 }
 _DECODER_METHODS = {
     "forward": {TransformerDecoderBase.forward},
-    "output_layer": {TransformerDecoderBase.output_layer},
+    "output_layer": {TransformerDecoderBase.output_layer, LightSeqTransformerDecoder.output_layer},
 }
 
 _FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

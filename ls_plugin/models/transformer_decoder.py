@@ -1,14 +1,16 @@
 """fairseq's Transformer decoder on the fused layers."""
 
 from fairseq.models.transformer import TransformerDecoderBase
-from torch import Tensor
+from torch import Tensor, nn
 
 from ls_plugin import host
 from ls_plugin.models.wrapping import wrap_layer
 from ls_plugin.modules import TransformerDecoderLayer, use_fused_modules
 from ls_plugin.modules.embedding import can_be_one_op, position_table
 from ls_plugin.modules.stack import declare_joint_keys, run_stack
+from ls_plugin.modules.swap import has_hooks
 from ls_plugin.modules.transformer_layer import Context, knows_causal
+from ls_plugin.ops import products
 
 
 class LightSeqTransformerDecoder(TransformerDecoderBase):
@@ -29,6 +31,13 @@ class LightSeqTransformerDecoder(TransformerDecoderBase):
 
     def build_decoder_layer(self, cfg, no_encoder_attn: bool = False):
         return wrap_layer(TransformerDecoderLayer(cfg, no_encoder_attn), cfg)
+
+    def output_layer(self, features: Tensor) -> Tensor:
+        """(..., C) -> (..., V)"""
+        projection = self.output_projection
+        if type(projection) is nn.Linear and not has_hooks(projection):
+            return products.linear(features, projection.weight, projection.bias)
+        return super().output_layer(features)
 
     def extract_features_scriptable(
         self,

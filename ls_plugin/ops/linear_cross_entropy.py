@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ls_plugin import _library, reference
+from ls_plugin.ops import products
 from ls_plugin.ops.autograd import differentiable_once
 from ls_plugin.ops.checks import check, check_floating, check_vocabulary, product_dtype, to_common_dtype
 
@@ -179,7 +180,7 @@ def _forward_blocks(kernels, x, weight, target, token_weight, epsilon, ignore_in
     for begin in range(0, n_rows, step):
         rows = slice(begin, min(begin + step, n_rows))
         logits = memory[: rows.stop - begin]
-        torch.mm(x[rows], weight.t(), out=logits)
+        products.mm(x[rows], weight.t(), out=logits)
         loss[rows], nll[rows] = kernels.label_smoothed_cross_entropy_forward.default(
             logits,
             target[rows],
@@ -194,7 +195,7 @@ def _forward_blocks(kernels, x, weight, target, token_weight, epsilon, ignore_in
             if x.dtype == torch.float32:
                 torch.mm(logits, weight, out=grad_x[rows])
             else:
-                grad_x[rows] = logits @ weight
+                grad_x[rows] = products.mm(logits, weight)
         if needs_weight_grad:
             _add_product(grad_weight, logits.t(), x[rows], grad_scale, is_first=begin == 0)
     if grad_scale != 1.0:
@@ -204,8 +205,9 @@ def _forward_blocks(kernels, x, weight, target, token_weight, epsilon, ignore_in
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, grad_scale: float, is_first: bool) -> None:
     """total += a b / grad_scale, or = for the first, added in fp32: sums over many blocks in 16 bits would lose digits."""
+    a, b = products.widened(a, b)
     if a.dtype == torch.float32:
-        torch.addmm(total, a, b, beta=0.0 if is_first else 1.0, out=total)
+        torch.addmm(total, a, b, beta=0.0 if is_first else 1.0, alpha=1 / grad_scale, out=total)
         return
     if is_first:
         total.zero_()
