@@ -87,8 +87,9 @@ def test_the_master_is_that_of_a_run_in_fp32(dtype):
     other = optim.build_optimizer(config(torch.float32).optimizer, wide)
     for seed in range(60):
         gradients = draw(params, seed, dtype)
-        norm = update(params, optimizer, gradients)
-        assert torch.equal(norm, update(wide, other, [g.float() for g in gradients]))
+        # Without clipping: the norm's last bit depends on the buffers' layout.
+        norm = update(params, optimizer, gradients, max_norm=0)
+        torch.testing.assert_close(norm, update(wide, other, [g.float() for g in gradients], max_norm=0))
     masters = masters_of(params, optimizer)
     assert_bits_equal(masters, [p.detach() for p in wide])
     weights = [reference.split_master(m)[0] if dtype == BF16 else m.half() for m in masters]
