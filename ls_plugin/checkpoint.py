@@ -163,6 +163,18 @@ def _load_ema_from_checkpoint(stock, fpath):
         return stock(fpath)
 
 
+def load_raw(path: str) -> dict:
+    """What a checkpoint of fairseq's holds, with its tensors on the CPU; neither brought up to date nor renamed.
+
+    Raises:
+        CheckpointError: it cannot be read, is damaged, or holds no model.
+    """
+    with _explained(path):
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        state["model"].items()
+    return state
+
+
 def _check_readable(path: str, otherwise: str = "") -> None:
     """Raises CheckpointError unless ``path`` is a file with something in it that this process may read."""
     otherwise = f"; {otherwise}" if otherwise else ""

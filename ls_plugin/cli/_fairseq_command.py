@@ -1,4 +1,4 @@
-"""What the four fairseq commands share: loading the plugin, telling errors in one line, exit statuses.
+"""What the commands share: loading the plugin, telling errors in one line, exit statuses.
 
 Exit status: 0 done, 1 failed, 2 the command line asks for something that does not exist or is not supported, 130 interrupted. A
 traceback is printed for what looks like a bug, and for everything with LS_DEBUG=1.
@@ -94,6 +94,15 @@ def run(
         sys.argv = [command, *arguments]
         cli_main()
     except BaseException as error:  # SystemExit and KeyboardInterrupt included: each has its status
+        leave(_tell(command, error))
+
+
+def run_own(command: str, main: Callable[[], None]) -> None:
+    """Runs a command that is not fairseq's; after an error, ends the process with its status."""
+    set_up_logging()
+    try:
+        main()
+    except BaseException as error:
         leave(_tell(command, error))
 
 
