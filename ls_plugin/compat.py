@@ -8,6 +8,7 @@
   loading would prune the checkpoint of a pruned model once more.
 - ``--task translation_from_pretrained_bart`` (mBART): it reads ``args``, which the task that it subclasses has renamed ``cfg``.
 - ``--fp16 --cpu``: the flat fp32 copy is made on the current CUDA device, and so is the norm of gradients that overflowed.
+- ``--save-async`` is refused: it saves nothing to resume from.
 - Reading ahead: the thread that prepares batches is still at it when a run ends by ``--max-update``; it is stopped before the process
   ends, for Python's shutdown in the middle of torch's code aborts ("terminate called without an active exception", status 134).
 """
@@ -83,6 +84,11 @@ def _parse_args_and_arch(stock, parser: ArgumentParser, input_args=None, parse_k
         if getattr(parser.parse_known_args(input_args)[0], "tpu", False):  # what the user said
             raise UnsupportedError("--tpu: must have torch_xla, which is not installed; install it, or drop the flag")
         args.tpu = False
+    if getattr(args, "write_checkpoints_asynchronously", False):
+        raise UnsupportedError(
+            "--write-checkpoints-asynchronously, --save-async: unsupported, since it writes no checkpoint_last.pt to resume from, and a run that is "
+            "killed leaves half a file; drop the flag"
+        )
     for side in _SIDES:
         layers = getattr(args, f"{side}_layers_to_keep", None)
         if isinstance(layers, list):

@@ -123,6 +123,17 @@ def test_with_torch_xla_nothing_changes(monkeypatch):
     assert not parse().tpu
 
 
+# --- saving
+
+
+@pytest.mark.parametrize("flag", ["--write-checkpoints-asynchronously", "--save-async"])
+def test_saving_in_the_background_is_refused(flag):
+    with pytest.raises(
+        UnsupportedError, match=r"--write-checkpoints-asynchronously, --save-async: unsupported.*drop the flag"
+    ):
+        parse(flag)
+
+
 # --- numpy
 
 
