@@ -31,12 +31,6 @@ from ls_plugin.rebinding import wrap
 logger = logging.getLogger(__name__)
 
 _NAME = "ls_adam"
-_ADAMS = ("adam", _NAME)
-_ADAM_CLASSES = (
-    "FairseqAdam",
-    "FP16Optimizer",
-    "MemoryEfficientFP16Optimizer",
-)  # of fairseq's and ours, which bear the same names
 _OUT_OF_MEMORY = "out of memory"  # in the message of torch's RuntimeError
 # What moves, shards or copies parameters by itself, or steps them in another way: the condition on the configuration, the flag, a remedy.
 _REFUSED = (
@@ -85,11 +79,6 @@ def _build_optimizer(stock, self) -> None:
     if _is_ours(self):
         self.optimizer.waits_before_step = False
         self._norms = []  # of the updates since the last look at them
-    if self._optim_history and getattr(self.cfg.optimizer, "_name", None) in _ADAMS:
-        # Resuming insists on the class that saved the state. All of these save Adam's moments in fp32, whatever the precision.
-        last = self._optim_history[-1]
-        if last["optimizer_name"] in _ADAM_CLASSES:
-            self._optim_history[-1] = {**last, "optimizer_name": type(self.optimizer).__name__}
 
 
 # --- a training step

@@ -9,7 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from fairseq import options
+import torch
+from fairseq import options, tasks
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq.trainer import Trainer
 from fairseq_cli import preprocess
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -150,3 +153,30 @@ def trained(commands, tmp_path_factory):
 @pytest.fixture(scope="session")
 def training_flags():
     return {"stock": [*TRAINING, *STOCK], "ours": [*TRAINING, *OURS]}
+
+
+@pytest.fixture
+def make_trainer(commands, training_flags, tmp_path):
+    """Builds a trainer in this process; its batches are in ``batches``."""
+
+    def make(names: str, *flags, log_interval: int = 1) -> Trainer:
+        arguments = [
+            commands.data,
+            *training_flags[names],
+            "--save-dir",
+            tmp_path,
+            "--dropout",
+            "0.1",
+            "--log-interval",
+            log_interval,
+        ]
+        args = options.parse_args_and_arch(options.get_training_parser(), [str(a) for a in (*arguments, *flags)])
+        cfg = convert_namespace_to_omegaconf(args)
+        torch.manual_seed(7)
+        task = tasks.setup_task(cfg.task)
+        trainer = Trainer(cfg, task, task.build_model(cfg.model), task.build_criterion(cfg.criterion))
+        task.load_dataset("train")
+        trainer.batches = list(trainer.get_train_iterator(1).next_epoch_itr(shuffle=False))
+        return trainer
+
+    return make

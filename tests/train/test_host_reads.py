@@ -1,14 +1,12 @@
 """What a training step reads from the device, counted on the CPU by a dispatch mode: each such read stops the host on a GPU."""
 
 import contextlib
+import functools
 import math
 
 import pytest
 import torch
-from fairseq import options, tasks
-from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.logging import metrics
-from fairseq.trainer import Trainer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ls_plugin import host
@@ -62,31 +60,10 @@ class Reads(TorchDispatchMode):
 
 
 @pytest.fixture
-def make_trainer(commands, training_flags, monkeypatch, tmp_path):
-    """Builds a trainer in this process; what knows that a CPU need not be waited for is told otherwise."""
+def make_trainer(make_trainer, monkeypatch):
+    """What knows that a CPU need not be waited for is told otherwise."""
     monkeypatch.setattr(host, "waits_for", lambda device: True)
-
-    def make(names, *flags):
-        arguments = [
-            commands.data,
-            *training_flags[names],
-            "--save-dir",
-            tmp_path,
-            "--dropout",
-            "0.1",
-            "--log-interval",
-            LOG_INTERVAL,
-        ]
-        args = options.parse_args_and_arch(options.get_training_parser(), [str(a) for a in (*arguments, *flags)])
-        cfg = convert_namespace_to_omegaconf(args)
-        torch.manual_seed(7)
-        task = tasks.setup_task(cfg.task)
-        trainer = Trainer(cfg, task, task.build_model(cfg.model), task.build_criterion(cfg.criterion))
-        task.load_dataset("train")
-        trainer.batches = list(trainer.get_train_iterator(1).next_epoch_itr(shuffle=False))
-        return trainer
-
-    return make
+    return functools.partial(make_trainer, log_interval=LOG_INTERVAL)
 
 
 def reads_of_updates(trainer, n_updates, n_batches=1):
