@@ -114,7 +114,7 @@ class Quality:
     def settings(self) -> dict:
         import torch
 
-        names = ("sentences", "layers", "width", "dropout", "max_tokens", "threads", "seed")
+        names = ("sentences", "layers", "width", "dropout", "max_tokens", "precision", "threads", "seed")
         chosen = {name: getattr(self.args, name) for name in names}
         return {**chosen, "processor": quickstart.cpu_name(), "torch": torch.__version__}
 
@@ -162,6 +162,8 @@ class Quality:
             "--cpu",
         ]
         command += ["--encoder-normalize-before", "--decoder-normalize-before", "--no-epoch-checkpoints"]
+        if kind == "ls" and args.precision != "fp32":
+            command.append(f"--{args.precision}")
         return command + quickstart.flags({**options, "--max-epoch": args.epochs, "--save-dir": folder / "checkpoints"})
 
     # ---- the parts
@@ -329,7 +331,7 @@ def tell(result: dict, hypotheses: dict[str, list[str]], references: list[str]) 
     lines = ["# Quality of ls against stock", ""]
     lines += [
         f"Bible ja->en, {settings['sentences']:,} verses, {settings['epochs']} epochs, {settings['layers']}+{settings['layers']} layers, "
-        f"C {settings['width']}, dropout {settings['dropout']}, {settings['threads']} threads each, seed {settings['seed']}; "
+        f"C {settings['width']}, dropout {settings['dropout']}, ls in {settings['precision']}, {settings['threads']} threads each, seed {settings['seed']}; "
         f"{result['updates']['stock']:,} and {result['updates']['ls']:,} updates in {result['minutes']:.0f} minutes beside each other.",
         "",
         verdict(scores) + ".",
@@ -391,6 +393,9 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--dropout", type=float, default=0.1, help="at all three places (default %(default)s)")
     parser.add_argument("--max-tokens", type=int, default=1024, help="of a batch (default %(default)s)")
+    parser.add_argument(
+        "--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="of ls; stock trains in fp32"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
         "--out", type=Path, default=HERE / "out", help="output folder (default: out/ beside this script)"
