@@ -287,8 +287,8 @@ class ContiguousAdam(torch.optim.Optimizer):
         saved_sizes, sizes = [[len(g["params"]) for g in groups] for groups in (saved_groups, self.param_groups)]
         if saved_sizes != sizes:
             raise CheckpointError(
-                f"ls_adam: the saved state must have {sizes} parameters per group, got {saved_sizes}; was it saved by another model, "
-                "or by another precision (--fp16 stores one flat parameter)? Resume with --reset-optimizer"
+                f"ls_adam: the saved state must have {sizes} parameters per group, got {saved_sizes}; was it saved by another model? "
+                "Resume with --reset-optimizer"
             )
         if any(group.get("amsgrad") for group in saved_groups):
             raise CheckpointError(
