@@ -79,6 +79,7 @@ def _build_optimizer(stock, self) -> None:
     if _is_ours(self):
         self.optimizer.waits_before_step = False
         self._norms = []  # of the updates since the last look at them
+        self._last_output = None  # of a batch: its names
 
 
 # --- a training step
@@ -172,7 +173,8 @@ def _accumulate(self, samples: list, raise_oom: bool) -> tuple[list[dict], float
             if _OUT_OF_MEMORY not in str(error):
                 raise
             self._log_oom(error)
-            if raise_oom:
+            dummy_output = (logging_outputs or [dummy_output or self._last_output])[0]
+            if raise_oom or (dummy_output is None and self.data_parallel_world_size > 1):
                 raise
             ran_out = True
         except Exception:
@@ -185,10 +187,8 @@ def _accumulate(self, samples: list, raise_oom: bool) -> tuple[list[dict], float
             self.zero_grad()
             if self.cuda:
                 torch.cuda.empty_cache()
-            if self.cfg.distributed_training.distributed_world_size == 1:
+            if self.data_parallel_world_size == 1:
                 return None
-            if logging_outputs or dummy_output is None:
-                dummy_output = (logging_outputs or [self._last_output])[0]
             logging_outputs, sample_size = [], 0.0
     if torch.is_tensor(sample_size):
         sample_size = sample_size.float()
