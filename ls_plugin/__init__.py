@@ -8,6 +8,7 @@ import os.path
 import sys
 
 from ls_plugin import _versions
+from ls_plugin.cli.doctor import shut_out_unrelated_apex
 
 __version__ = _versions.VERSION
 
@@ -17,7 +18,8 @@ def _register() -> None:
     from ls_plugin import _library
 
     _library.warn_if_not_loaded()
-    # fairseq is imported from here on, which needs the checks first.
+    # fairseq is imported from here on, which needs the checks first, and imports whatever is called apex.
+    shut_out_unrelated_apex()
     from ls_plugin import checkpoint, compat, criterions, distributed, models, ops, optim  # noqa: F401
 
     checkpoint.install()

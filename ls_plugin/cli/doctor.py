@@ -11,9 +11,8 @@ from __future__ import annotations  # a Python that is too old must get far enou
 
 import argparse
 import dataclasses
-import glob
+import importlib.machinery
 import importlib.metadata
-import importlib.util
 import json
 import os
 import shutil
@@ -51,7 +50,7 @@ print(json.dumps({
 PLUGIN_PROBE = """
 import dataclasses, json, warnings
 warnings.simplefilter("ignore")
-import fairseq, ls_plugin
+import ls_plugin, fairseq
 from ls_plugin import _library
 status = dataclasses.asdict(_library.status())
 print(json.dumps({"version": ls_plugin.__version__, "at": ls_plugin.__path__[0], "fairseq": fairseq.__path__[0], **status}))
@@ -190,23 +189,50 @@ def check_library_on_gpu(torch: dict, plugin: dict) -> list[Check]:
     return [Check("CUDA kernels", OK, "serve this GPU")]
 
 
+def find(name: str, path: Sequence[str] | None = None) -> importlib.machinery.ModuleSpec | None:
+    """What an import of a top-level name would load, without loading it; also where the name is shut out of ``sys.modules``."""
+    finders = sys.meta_path if path is None else [importlib.machinery.PathFinder]
+    specs = (finder.find_spec(name, path) for finder in finders if hasattr(finder, "find_spec"))
+    return next((spec for spec in specs if spec is not None), None)
+
+
+def find_apex(path: Sequence[str] | None = None) -> tuple[str | None, bool]:
+    """(where the package ``apex`` lies, or None; whether it is NVIDIA's, by the files that define ``apex.optimizers.FusedAdam``)."""
+    spec = find("apex", path)
+    if spec is None or spec.origin is None:  # a mere folder of that name: its import gives an empty package
+        return None, False
+    for folder in spec.submodule_search_locations or ():
+        optimizers = Path(folder, "optimizers", "__init__.py")
+        if optimizers.is_file() and "FusedAdam" in optimizers.read_text(errors="replace"):
+            return folder, True
+    return os.path.dirname(spec.origin) if spec.submodule_search_locations else spec.origin, False
+
+
+def shut_out_unrelated_apex() -> None:
+    """Lets imports of ``apex`` fail, as if there were none, where it is the web toolkit of that name.
+
+    fairseq imports whatever bears the name, and survives an ImportError, but nothing else that a foreign package may do.
+    """
+    folder, is_nvidias = find_apex()
+    if folder is not None and not is_nvidias and "apex" not in sys.modules:
+        sys.modules["apex"] = None
+
+
 def check_apex(path: Sequence[str] | None = None) -> Check:
     """Which apex this is, by its files: importing the unrelated package of that name would run a web toolkit's code."""
-    path = sys.path if path is None else path
-    packages = [folder for entry in path if os.path.isdir(folder := os.path.join(entry or ".", "apex"))]
-    if not packages and version_of("apex") is None:
+    folder, is_nvidias = find_apex(path)
+    if folder is None:
         return Check("apex", OK, "not installed, and not needed")
-    package = packages[0] if packages else "?"
-    if not os.path.exists(os.path.join(package, "optimizers", "fused_adam.py")):
+    if not is_nvidias:
         return Check(
             "apex",
             WARN,
-            f"the unrelated package of that name, not NVIDIA's ({package}); fairseq may take it for the real one",
+            f"the unrelated package of that name, not NVIDIA's ({folder}); lightseq-* commands keep it out, fairseq's own import it",
             "pip uninstall apex",
         )
-    if not any(glob.glob(os.path.join(glob.escape(entry), "amp_C*.so")) for entry in path):
-        return Check("apex", WARN, f"NVIDIA's, but built without its CUDA extensions ({package})", "pip uninstall apex")
-    return Check("apex", OK, f"NVIDIA's ({package})")
+    if find("amp_C", path) is None:
+        return Check("apex", WARN, f"NVIDIA's, but built without its CUDA extensions ({folder})", "pip uninstall apex")
+    return Check("apex", OK, f"NVIDIA's ({folder}); only stock fairseq uses it")
 
 
 def check_deepspeed() -> Check:

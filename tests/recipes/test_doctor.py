@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -94,15 +95,21 @@ def test_kernels_for_this_gpu():
 def test_apex_is_told_apart_by_its_files_and_never_imported(tmp_path, versions):
     assert doctor.check_apex([str(tmp_path)]).found == "not installed, and not needed"
     package = tmp_path / "apex"
-    package.mkdir()
-    (package / "__init__.py").write_text("raise SystemExit('the wrong apex was imported')")
+    (package / "optimizers").mkdir(parents=True)  # so far a folder that happens to bear the name
+    assert doctor.check_apex([str(tmp_path)]).found == "not installed, and not needed"
+    (package / "__init__.py").write_text("raise SystemExit('an apex was imported')")
+    (package / "optimizers" / "__init__.py").write_text("from .fleet import Optimizer\n")
     check = doctor.check_apex([str(tmp_path)])
     assert check.state == doctor.WARN and "unrelated" in check.found and check.remedy == "pip uninstall apex"
-    (package / "optimizers").mkdir()
-    (package / "optimizers" / "fused_adam.py").touch()
+    (package / "optimizers" / "__init__.py").write_text("from .fused_adam import FusedAdam\n")
     assert "without its CUDA extensions" in doctor.check_apex([str(tmp_path)]).found
-    (tmp_path / "amp_C.cpython-311-x86_64-linux-gnu.so").touch()
+    (tmp_path / f"amp_C{sysconfig.get_config_var('EXT_SUFFIX')}").touch()
     assert doctor.check_apex([str(tmp_path)]).state == doctor.OK
+
+
+def test_an_apex_that_is_one_file_is_not_nvidias(tmp_path, versions):
+    (tmp_path / "apex.py").write_text("raise SystemExit('an apex was imported')")
+    assert "unrelated" in doctor.check_apex([str(tmp_path)]).found
 
 
 def test_probes_survive_what_they_try():
