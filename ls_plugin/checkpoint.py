@@ -332,17 +332,17 @@ def _sync_directory(path: str) -> None:
         os.close(directory)
 
 
-def _map_tensors(f, obj):
+def map_tensors(f, obj):
     """``obj`` with ``f`` applied to the tensors in its dicts, lists and tuples."""
     if torch.is_tensor(obj):
         return f(obj)
     if isinstance(obj, dict):
         mapped = copy.copy(obj)  # a Counter stays one, a defaultdict keeps its factory
         for key, value in obj.items():
-            mapped[key] = _map_tensors(f, value)
+            mapped[key] = map_tensors(f, value)
         return mapped
     if type(obj) in (list, tuple):
-        return type(obj)(_map_tensors(f, value) for value in obj)
+        return type(obj)(map_tensors(f, value) for value in obj)
     return obj
 
 
@@ -361,13 +361,13 @@ def _owning_their_memory(obj):
             copies[place] = x.clone()
         return copies[place]
 
-    return _map_tensors(own, obj)
+    return map_tensors(own, obj)
 
 
 def _n_bytes(obj) -> int:
     """Bytes of the distinct tensors in ``obj``."""
     sizes: dict = {}
-    _map_tensors(lambda x: sizes.update({x.data_ptr(): x.numel() * x.element_size()}), obj)
+    map_tensors(lambda x: sizes.update({x.data_ptr(): x.numel() * x.element_size()}), obj)
     return sum(sizes.values())
 
 

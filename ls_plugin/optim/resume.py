@@ -5,7 +5,8 @@
 - An optimizer takes its state from the flat entry of ``--fp16`` as from the list of the other modes (``ls_plugin.optim.state``). The loss scale is
   taken where one was saved.
 - fairseq compares the class of the optimizer with the one that was saved, and the class tells the precision too: FairseqAdam,
-  FP16Optimizer, MemoryEfficientFP16Optimizer, AMPOptimizer. What is compared is the name of ``--optimizer`` where both are known.
+  FP16Optimizer, MemoryEfficientFP16Optimizer, AMPOptimizer. For these it is the name given to ``--optimizer`` that must agree.
+- The figures of the log are saved as numbers: on the way to the log ls keeps them as tensors on the device, which stock cannot round.
 - ``--store-ema`` from a checkpoint without an EMA starts from the weights, which fairseq has deleted by then.
 """
 
@@ -19,6 +20,7 @@ from fairseq.optim.fp16_optimizer import _FP16OptimizerMixin, _MemoryEfficientFP
 from fairseq.trainer import Trainer
 from torch import Tensor
 
+from ls_plugin.checkpoint import map_tensors
 from ls_plugin.errors import CheckpointError
 from ls_plugin.names import stock_name
 from ls_plugin.optim.state import SCALE, to_flat, to_list, unscaled
@@ -31,7 +33,8 @@ _SAVED_OPTIMIZER = (
 )
 _WRAPPERS = frozenset(("FP16Optimizer", "MemoryEfficientFP16Optimizer", "AMPOptimizer"))
 
-_loading: contextvars.ContextVar[Trainer | None] = contextvars.ContextVar("loading", default=None)
+# The trainer that loads a checkpoint, and whether without the optimizer's state.
+_loading: contextvars.ContextVar[tuple[Trainer, bool] | None] = contextvars.ContextVar("loading", default=None)
 
 
 def install() -> None:
@@ -39,6 +42,7 @@ def install() -> None:
     wrap(FairseqOptimizer, "load_state_dict", _load_list)
     wrap(_MemoryEfficientFP16OptimizerMixin, "load_state_dict", _load_list)
     wrap(_FP16OptimizerMixin, "load_state_dict", _load_flat)
+    wrap(Trainer, "state_dict", _state_dict)
     wrap(Trainer, "load_checkpoint", _load_checkpoint)
     wrap(Trainer, "_build_optimizer", _build_optimizer)
     wrap(checkpoint_utils, "load_checkpoint_to_cpu", _load_checkpoint_to_cpu)
@@ -52,7 +56,8 @@ def _load_list(stock, self, state_dict: dict, optimizer_overrides=None):
 
 
 def _load_flat(stock, self, state_dict: dict, optimizer_overrides=None):
-    if self.has_flat_params:  # the list is the business of the optimizer within
+    # A list is the business of the optimizer within; several flat ones are those of --pipeline-model-parallel.
+    if self.has_flat_params and len(list(self.fp32_optimizer.params)) == 1:
         state_dict = _fitted(self, state_dict, to_flat, self.fp16_params)
     return stock(self, state_dict, optimizer_overrides)
 
@@ -78,10 +83,17 @@ def _fitted(optimizer: FairseqOptimizer, state_dict: dict, convert: Callable, pa
 # --- the trainer
 
 
-def _load_checkpoint(stock, self, *args, **kwargs):
-    token = _loading.set(self)
+def _state_dict(stock, self) -> dict:
+    state = stock(self)
+    extra_state = state["extra_state"]
+    extra_state["metrics"] = map_tensors(lambda x: x.item() if x.numel() == 1 else x, extra_state["metrics"])
+    return state
+
+
+def _load_checkpoint(stock, self, filename, reset_optimizer=False, *args, **kwargs):
+    token = _loading.set((self, reset_optimizer))
     try:
-        return stock(self, *args, **kwargs)
+        return stock(self, filename, reset_optimizer, *args, **kwargs)
     finally:
         _loading.reset(token)
         for entry in self._optim_history or ():
@@ -91,9 +103,9 @@ def _load_checkpoint(stock, self, *args, **kwargs):
 def _load_checkpoint_to_cpu(stock, *args, **kwargs) -> dict:
     """Runs on rank 0 alone, and what is added to the state reaches the others with it."""
     state = stock(*args, **kwargs)
-    trainer = _loading.get()
-    if trainer is not None:
-        if state.get("cfg") is not None and state["optimizer_history"]:
+    if _loading.get() is not None:
+        trainer, reset_optimizer = _loading.get()
+        if not reset_optimizer and state.get("last_optimizer_state") is not None and state.get("cfg") is not None:
             state["optimizer_history"][-1][_SAVED_OPTIMIZER] = _name_of(state["cfg"].optimizer)
         if trainer.cfg.ema.store_ema and "ema" not in state["extra_state"]:
             logger.info("the checkpoint holds no EMA, which starts from the weights")
@@ -102,19 +114,29 @@ def _load_checkpoint_to_cpu(stock, *args, **kwargs) -> dict:
 
 
 def _build_optimizer(stock, self) -> None:
-    """Between building the optimizer and comparing its class with the saved one, calls the saved one the same if only the precision differs."""
+    """Between building the optimizer and comparing its class with the saved one, calls the saved one the same if only the precision differs.
+
+    Raises:
+        CheckpointError: another --optimizer saved the state; under fairseq's wrappers for 16 bits the classes would not tell.
+    """
     stock(self)
-    if _loading.get() is not self or not self._optim_history:
+    if not self._optim_history:
         return
     last, built = self._optim_history[-1], type(self.optimizer).__name__
-    saved, current = (stock_name(str(name)) for name in (last.get(_SAVED_OPTIMIZER), _name_of(self.cfg.optimizer)))
-    if (
-        saved == current
-        and last["optimizer_name"] != built
-        and not _WRAPPERS.isdisjoint((last["optimizer_name"], built))
-    ):
+    saved, current = last.get(_SAVED_OPTIMIZER), _name_of(self.cfg.optimizer)
+    if saved is None or _WRAPPERS.isdisjoint((last["optimizer_name"], built)):
+        return
+    if _kind_of_state(saved) != _kind_of_state(current):
+        raise CheckpointError(
+            f"--optimizer {current}: the checkpoint holds the state of --optimizer {saved}; train on with that one, or with --reset-optimizer"
+        )
+    if last["optimizer_name"] != built:
         logger.info("the optimizer was saved as %s and goes on as %s", last["optimizer_name"], built)
         last["optimizer_name"] = built
+
+
+def _kind_of_state(optimizer: str) -> str:
+    return {"cpu_adam": "adam"}.get(stock_name(optimizer), stock_name(optimizer))
 
 
 def _name_of(optimizer_cfg) -> str | None:
