@@ -154,7 +154,7 @@ def test_what_cannot_be_asked_for(tmp_path, run):
 
 
 def test_stock_translates_with_the_mean(trained, commands, tmp_path, run):
-    """From checkpoints of ls_adam; and fairseq resumes from it as from a model to fine-tune."""
+    """From checkpoints of ls_adam, and without the plugin."""
     folder = trained["ours"][0]
     output = tmp_path / "mean.pt"
     assert run("--inputs", folder / "checkpoint_1_10.pt", folder / "checkpoint_last.pt", "--output", output)[0] == 0
