@@ -105,6 +105,14 @@ def set_owner(params: Sequence[nn.Parameter], owner) -> None:
         _owners[key] = (weakref.ref(p, lambda _, key=key: _owners.pop(key, None)), owner, i)
 
 
+def owner_of(p: nn.Parameter) -> tuple[weakref.ref, int] | None:
+    """Which engine has a place for the gradient of ``p``, and at which index; None where no engine that is alive has one."""
+    entry = _owners.get(id(p))
+    if entry is None or entry[0]() is not p or entry[1]() is None:
+        return None
+    return entry[1:]
+
+
 def claim_grad(params: Sequence[nn.Parameter]) -> Tensor | None:
     """The place of the parameters' gradients in the buffer of the engine that owns them, for a backward to write them there.
 

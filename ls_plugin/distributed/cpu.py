@@ -3,24 +3,12 @@
 import torch.distributed as dist
 from fairseq import utils
 from fairseq.distributed import utils as distributed_utils
-from fairseq.models import distributed_fairseq_model
-from torch import nn
 
 from ls_plugin.rebinding import wrap
 
 
 def install() -> None:
     wrap(distributed_utils, "all_gather_list", _all_gather_list)
-    distributed_fairseq_model.DistributedDataParallel = DistributedDataParallel
-
-
-class DistributedDataParallel(nn.parallel.DistributedDataParallel):
-    """PyTorch's, for modules on CPUs too: fairseq names a device in any case, which PyTorch refuses for them."""
-
-    def __init__(self, module: nn.Module, device_ids=None, output_device=None, **kwargs):
-        if any(p.device.type == "cpu" for p in module.parameters()):
-            device_ids = output_device = None
-        super().__init__(module, device_ids=device_ids, output_device=output_device, **kwargs)
 
 
 def _all_gather_list(stock, data, group=None, max_size: int = 16384) -> list:

@@ -78,6 +78,10 @@ class ContiguousBuffer:
         p = self.params[index]
         return buffer[self.offsets[index] : self.offsets[index] + p.numel()].view(p.shape)
 
+    def grad_view(self, index: int) -> Tensor:
+        """The place of a parameter's gradient: the very tensor that ``p.grad`` is once it is adopted."""
+        return self._grad_views[index]
+
     def _install_hooks(self) -> None:
         # A hook must not keep its engine alive: fairseq builds the optimizer again after it loads a checkpoint, and drops this one.
         engine = weakref.ref(self)

@@ -101,11 +101,10 @@ class Commands:
         return subprocess.Popen(
             [sys.executable, "-m", module, *map(str, arguments)],
             env=environment,
-            stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             cwd=self.data.parent,
-            **options,
+            **{"stdout": subprocess.PIPE, **options},
         )
 
     def finish(self, process: subprocess.Popen, status: int | None = 0) -> str:

@@ -1,0 +1,225 @@
+"""Runs of several ranks on CPUs, as real processes: who starts them, the same losses as one rank, resuming, and a rank that is killed."""
+
+import json
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+from fairseq.distributed import utils as distributed_utils
+from omegaconf import OmegaConf
+
+from ls_plugin.distributed import launch
+from ls_plugin.errors import UsageError
+
+TRAIN = "ls_plugin.cli.train"
+TORCHRUN = ("torch.distributed.run", "--nproc_per_node", 2, "-m", TRAIN)
+
+
+@pytest.fixture
+def flags(commands, training_flags):
+    """Our training, with 18 updates of two batches each where nothing else is said; what comes last counts."""
+    return [commands.data, *training_flags["ours"], "--save-interval-updates", 6, "--no-epoch-checkpoints"]
+
+
+def _assert_close(losses: list[float], expected: list[float], tolerance: float) -> None:
+    assert len(losses) == len(expected)
+    assert losses == pytest.approx(expected, abs=tolerance)
+
+
+def test_ranks_come_and_go(commands, flags, losses, tmp_path):
+    """One rank with two batches an update, then two ranks with one each, then one again, are one run; resumed within epochs."""
+    alone = [*flags, "--update-freq", 2]
+    whole = commands.run(TRAIN, *alone, "--max-update", 18, "--save-dir", tmp_path / "whole")
+    start = tmp_path / "whole" / "checkpoint_1_6.pt"
+    two = ["--distributed-world-size", 2, "--max-update", 12, "--restore-file", start, "--save-dir", tmp_path / "two"]
+    second = commands.run(TRAIN, *flags, *two)
+    assert second.count("| train_inner |") == 6  # only one rank logs
+    third = commands.run(
+        TRAIN, *alone, "--max-update", 18, "--restore-file", tmp_path / "two" / "checkpoint_last.pt", "--no-save"
+    )
+    expected = losses(whole)
+    assert len(expected) == 18
+    _assert_close(losses(second), expected[6:12], 2e-3)
+    _assert_close(losses(third), expected[12:], 2e-3)
+
+
+def test_torchrun_in_bf16(commands, flags, losses):
+    """Validation, too; legacy_ddp; the gradients are sent in 16 bits."""
+    common = [*flags, "--bf16", "--max-update", 8, "--no-save", "--validate-interval-updates", 4]
+    common.remove("--disable-validation")
+    alone = commands.start(TRAIN, *common, "--update-freq", 2)
+    both = commands.run(*TORCHRUN, *common, "--ddp-backend", "legacy_ddp", "--ddp-comm-hook", "bf16")
+    alone = commands.finish(alone)
+    _assert_close(losses(both), losses(alone), 2e-2)
+    valid = [
+        [json.loads(line.split("| valid | ")[1])["valid_loss"] for line in log.splitlines() if "| valid | " in line]
+        for log in (alone, both)
+    ]
+    assert len(valid[0]) >= 2
+    _assert_close([float(loss) for loss in valid[1]], [float(loss) for loss in valid[0]], 2e-2)
+
+
+def _wait_for_training(process, log: Path) -> None:
+    for _ in range(600):
+        if "| train_inner |" in log.read_text():
+            return
+        assert process.poll() is None, log.read_text()[-3000:]
+        time.sleep(0.2)
+    raise AssertionError(f"no training after two minutes: {log.read_text()[-3000:]}")
+
+
+def _children(process) -> list[int]:
+    listing = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+    return [pid for pid in map(int, listing.split()) if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def _start_logged(commands, log: Path, *arguments):
+    """Runs in the background; the output goes to a file, which can be read in the meantime."""
+    with log.open("w") as f:
+        return commands.start(TRAIN, *arguments, stdout=f)
+
+
+def test_killed_rank_of_our_own_launch(commands, flags, tmp_path):
+    log = tmp_path / "log"
+    arguments = [*flags, "--max-update", 100_000, "--distributed-world-size", 2, "--no-save"]
+    process = _start_logged(commands, log, *arguments)
+    _wait_for_training(process, log)
+    os.kill(_children(process)[1], signal.SIGKILL)
+    assert process.wait(timeout=60) == 1
+    assert "lightseq-train: error: rank 1 (process " in log.read_text()
+    assert "was ended by SIGKILL" in log.read_text()
+    assert "Traceback" not in log.read_text()
+
+
+def test_killed_rank_of_a_launch_by_hand(commands, flags, tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        address = f"tcp://localhost:{probe.getsockname()[1]}"
+    by_hand = ["--distributed-world-size", 2, "--distributed-init-method", address, "--distributed-no-spawn"]
+    arguments = [*flags, "--max-update", 100_000, *by_hand, "--no-save", "--distributed-rank"]
+    logs = [tmp_path / "0", tmp_path / "1"]
+    ranks = [_start_logged(commands, log, *arguments, rank) for rank, log in enumerate(logs)]
+    _wait_for_training(ranks[0], logs[0])
+    assert "| train_inner |" not in logs[1].read_text()
+    ranks[1].kill()
+    ranks[1].wait()
+    assert ranks[0].wait(timeout=60) == 1
+    assert "lightseq-train: error: rank 0 has lost the connection to another rank" in logs[0].read_text()
+    assert "Traceback" not in logs[0].read_text()
+
+
+# --- who starts what, without starting it
+
+
+@pytest.fixture
+def job(monkeypatch):
+    """Calls ``call_main`` with a command line and an environment; what would run is noted: (how, configuration)."""
+
+    def call(arguments: str, cuda: bool = False, **environment):
+        for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK", "TORCHELASTIC_RUN_ID"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        monkeypatch.setattr("sys.argv", ["lightseq-train", *arguments.split()])
+        monkeypatch.setattr("torch.cuda.is_available", lambda: cuda)
+        given = iter(arguments.split())
+        training = {
+            "distributed_world_size": 8 if cuda else 1,
+            "distributed_num_procs": 8 if cuda else 1,
+            "distributed_rank": 0,
+            "distributed_backend": "nccl",
+            "distributed_init_method": None,
+            "distributed_port": -1,
+            "device_id": 0,
+            "distributed_no_spawn": False,
+            "pipeline_model_parallel": False,
+        }
+        for flag in given:
+            name = flag.removeprefix("--").replace("-", "_")
+            training[name] = True if flag == "--distributed-no-spawn" else next(given)
+            if str(training[name]).isdigit():
+                training[name] = int(training[name])
+        cfg = OmegaConf.create({"common": {"cpu": False, "tpu": False}, "distributed_training": training})
+        calls = []
+        monkeypatch.setattr(
+            "torch.multiprocessing.spawn", lambda fn, args, nprocs: calls.append((f"spawn {nprocs}", args[1]))
+        )
+        launch._call_main(lambda cfg, main: calls.append(("stock", cfg)), cfg, None)
+        ((how, cfg),) = calls
+        return how, cfg.distributed_training
+
+    return call
+
+
+UNDER_TORCHRUN = {
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "1",
+    "WORLD_SIZE": "4",
+    "RANK": "3",
+    "LOCAL_RANK": "1",
+    "TORCHELASTIC_RUN_ID": "none",
+}
+
+
+def test_torchruns_variables_count(job):
+    for cuda in (False, True):
+        how, training = job("", cuda=cuda, **UNDER_TORCHRUN)
+        assert (how, training.distributed_no_spawn) == ("stock", True)
+        assert (training.distributed_init_method, training.distributed_world_size) == ("env://", 4)
+        assert (training.distributed_rank, training.device_id) == (3, 1 if cuda else 0)
+        assert training.distributed_backend == ("nccl" if cuda else "gloo")
+
+
+@pytest.mark.parametrize(
+    "contradiction",
+    ["--distributed-world-size 1", "--distributed-rank 1", "--distributed-init-method tcp://localhost:1"],
+)
+def test_flags_that_contradict_torchrun(job, contradiction):
+    with pytest.raises(UsageError, match=contradiction):
+        job(contradiction, **UNDER_TORCHRUN)
+    agreeing = {"--distributed-world-size": 4, "--distributed-rank": 3, "--distributed-init-method": "env://"}
+    flag = contradiction.split()[0]
+    assert job(f"{flag} {agreeing[flag]}", **UNDER_TORCHRUN)[0] == "stock"
+
+
+def test_launch_on_cpus(job):
+    assert job("")[0] == "stock"
+    how, training = job("--distributed-world-size 3")
+    assert (how, training.distributed_backend) == ("spawn 3", "gloo")
+    assert training.distributed_init_method == f"tcp://localhost:{training.distributed_port}"
+    assert job("--distributed-world-size 2 --distributed-port 4242")[1].distributed_port == 4242
+    # One process a machine, as fairseq starts one a GPU.
+    by_hand = "--distributed-world-size 2 --distributed-init-method tcp://elsewhere:1 --distributed-rank 1"
+    assert job(by_hand)[0] == "spawn 1"
+    assert job(f"{by_hand} --distributed-no-spawn")[0] == "stock"
+    with pytest.raises(UsageError, match="--distributed-no-spawn: needs --distributed-init-method"):
+        job("--distributed-world-size 2 --distributed-no-spawn")
+    with pytest.raises(UsageError, match="--distributed-backend nccl"):
+        job("--distributed-world-size 2 --distributed-backend nccl")
+    with pytest.raises(UsageError, match="srun"):
+        job("--distributed-world-size 2", SLURM_STEP_NUM_TASKS="2")
+
+
+def test_stock_launch_on_gpus(job):
+    how, training = job("", cuda=True)
+    assert (how, training.distributed_world_size, training.distributed_backend) == ("stock", 8, "nccl")
+
+
+def test_a_lost_peer_is_told_in_one_line(monkeypatch):
+    def fail(message):
+        def stock(i, main, cfg, kwargs):
+            raise RuntimeError(message)
+
+        return stock
+
+    cfg = OmegaConf.create({"distributed_training": {"distributed_rank": 1}})
+    for message in ("[pair.cc:547] Connection closed by peer [127.0.0.1]:1", "NCCL: remote process exited or so"):
+        with pytest.raises(launch.RankError, match="rank 1 has lost the connection"):
+            launch._distributed_main(fail(message), 0, None, cfg, {})
+    with pytest.raises(RuntimeError, match=r"^another$"):
+        launch._distributed_main(fail("another"), 0, None, cfg, {})
+    assert distributed_utils.distributed_main._ls_wrapper is launch._distributed_main
