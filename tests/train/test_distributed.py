@@ -20,8 +20,8 @@ TORCHRUN = ("torch.distributed.run", "--nproc_per_node", 2, "-m", TRAIN)
 
 @pytest.fixture
 def flags(commands, training_flags):
-    """Our training, with 18 updates of two batches each where nothing else is said; what comes last counts."""
-    return [commands.data, *training_flags["ours"], "--save-interval-updates", 6, "--no-epoch-checkpoints"]
+    """Our training: an epoch has 10 updates of two batches each. Of a flag that comes twice, the last counts."""
+    return [commands.data, *training_flags["ours"], "--save-interval-updates", 3, "--no-epoch-checkpoints"]
 
 
 def _assert_close(losses: list[float], expected: list[float], tolerance: float) -> None:
@@ -30,20 +30,18 @@ def _assert_close(losses: list[float], expected: list[float], tolerance: float) 
 
 
 def test_ranks_come_and_go(commands, flags, losses, tmp_path):
-    """One rank with two batches an update, then two ranks with one each, then one again, are one run; resumed within epochs."""
-    alone = [*flags, "--update-freq", 2]
-    whole = commands.run(TRAIN, *alone, "--max-update", 18, "--save-dir", tmp_path / "whole")
-    start = tmp_path / "whole" / "checkpoint_1_6.pt"
-    two = ["--distributed-world-size", 2, "--max-update", 12, "--restore-file", start, "--save-dir", tmp_path / "two"]
-    second = commands.run(TRAIN, *flags, *two)
-    assert second.count("| train_inner |") == 6  # only one rank logs
-    third = commands.run(
-        TRAIN, *alone, "--max-update", 18, "--restore-file", tmp_path / "two" / "checkpoint_last.pt", "--no-save"
-    )
-    expected = losses(whole)
-    assert len(expected) == 18
-    _assert_close(losses(second), expected[6:12], 2e-3)
-    _assert_close(losses(third), expected[12:], 2e-3)
+    """One rank with two batches an update, then two ranks with one each, then one again, are one run; all in the middle of an epoch."""
+    alone = [*flags, "--update-freq", 2, "--max-update", 9]
+    expected = losses(commands.run(TRAIN, *alone, "--save-dir", tmp_path / "one"))
+    assert len(expected) == 9
+
+    two = [*flags, "--distributed-world-size", 2, "--max-update", 6, "--save-dir", tmp_path / "two"]
+    log = commands.run(TRAIN, *two, "--restore-file", tmp_path / "one" / "checkpoint_1_3.pt")
+    _assert_close(losses(log), expected[3:6], 2e-3)  # and not twice: one rank logs
+    assert (tmp_path / "two" / "checkpoint_1_6.pt").exists()
+
+    log = commands.run(TRAIN, *alone, "--restore-file", tmp_path / "two" / "checkpoint_last.pt", "--no-save")
+    _assert_close(losses(log), expected[6:], 2e-3)
 
 
 def test_torchrun_in_bf16(commands, flags, losses):
@@ -76,16 +74,26 @@ def _children(process) -> list[int]:
     return [pid for pid in map(int, listing.split()) if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
-def _start_logged(commands, log: Path, *arguments):
-    """Runs in the background; the output goes to a file, which can be read in the meantime."""
-    with log.open("w") as f:
-        return commands.start(TRAIN, *arguments, stdout=f)
+@pytest.fixture
+def start_logged(commands):
+    """Runs training in the background; the output goes to a file, which can be read in the meantime."""
+    started = []
+
+    def start(log: Path, *arguments):
+        with log.open("w") as f:
+            started.append(commands.start(TRAIN, *arguments, stdout=f))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
 
 
-def test_killed_rank_of_our_own_launch(commands, flags, tmp_path):
+def test_killed_rank_of_our_own_launch(start_logged, flags, tmp_path):
     log = tmp_path / "log"
     arguments = [*flags, "--max-update", 100_000, "--distributed-world-size", 2, "--no-save"]
-    process = _start_logged(commands, log, *arguments)
+    process = start_logged(log, *arguments)
     _wait_for_training(process, log)
     os.kill(_children(process)[1], signal.SIGKILL)
     assert process.wait(timeout=60) == 1
@@ -94,14 +102,14 @@ def test_killed_rank_of_our_own_launch(commands, flags, tmp_path):
     assert "Traceback" not in log.read_text()
 
 
-def test_killed_rank_of_a_launch_by_hand(commands, flags, tmp_path):
+def test_killed_rank_of_a_launch_by_hand(start_logged, flags, tmp_path):
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         address = f"tcp://localhost:{probe.getsockname()[1]}"
     by_hand = ["--distributed-world-size", 2, "--distributed-init-method", address, "--distributed-no-spawn"]
     arguments = [*flags, "--max-update", 100_000, *by_hand, "--no-save", "--distributed-rank"]
     logs = [tmp_path / "0", tmp_path / "1"]
-    ranks = [_start_logged(commands, log, *arguments, rank) for rank, log in enumerate(logs)]
+    ranks = [start_logged(log, *arguments, rank) for rank, log in enumerate(logs)]
     _wait_for_training(ranks[0], logs[0])
     assert "| train_inner |" not in logs[1].read_text()
     ranks[1].kill()
