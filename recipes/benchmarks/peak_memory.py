@@ -61,7 +61,9 @@ def main() -> None:
         print(f"{args.way:<8}{loss_step(args.way, args.tokens, args.columns, args.classes):8.0f} MiB")
         return
     for way in WAYS:
-        subprocess.run([sys.executable, __file__, *sys.argv[1:], "--way", way], check=True)
+        command = [sys.executable, __file__, *sys.argv[1:], "--way", way]
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+        print(done.stdout.splitlines()[-1])  # what fairseq's optional packages say comes before
 
 
 if __name__ == "__main__":
