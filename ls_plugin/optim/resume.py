@@ -110,7 +110,15 @@ def _load_checkpoint_to_cpu(stock, *args, **kwargs) -> dict:
         if trainer.cfg.ema.store_ema and "ema" not in state["extra_state"]:
             logger.info("the checkpoint holds no EMA, which starts from the weights")
             state["extra_state"]["ema"] = state["model"]
+        _forget_figures(state["extra_state"], trainer.cfg)
     return state
+
+
+def _forget_figures(extra_state: dict, cfg) -> None:
+    """Takes out what this run will not log: it would stand there as null in every line of the log."""
+    logged = {"loss_scale": cfg.common.fp16 or cfg.common.amp, "ema_decay": cfg.ema.store_ema}
+    for name, figures in extra_state.get("metrics", {}).items():
+        extra_state["metrics"][name] = [figure for figure in figures if logged.get(figure[1], True)]
 
 
 def _build_optimizer(stock, self) -> None:
