@@ -18,9 +18,12 @@ def _register() -> None:
     from ls_plugin import _library
 
     _library.warn_if_not_loaded()
-    # fairseq is imported from here on, which needs the checks first, and imports whatever is called apex.
+    # fairseq is imported from here on, which needs the checks first, and imports whatever is called apex or deepspeed.
     shut_out_unrelated_apex()
-    from ls_plugin import checkpoint, compat, criterions, distributed, models, ops, optim  # noqa: F401
+    from ls_plugin import deepspeed
+
+    with deepspeed.left_out():
+        from ls_plugin import checkpoint, compat, criterions, distributed, models, ops, optim  # noqa: F401
 
     checkpoint.install()
     compat.install()

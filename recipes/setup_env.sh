@@ -257,7 +257,8 @@ if [ "$VENV_IS_NEW" = 1 ] || ! packages_done; then
   pip_step "installing the build tools" setuptools wheel ninja cython numpy
   install_torch
   install_fairseq
-  LS_BUILD=0 pip_step "installing ls_plugin and what it needs" --no-build-isolation --editable "$ROOT[dev]"
+  # DeepSpeed comes as source too; DS_BUILD_OPS=0 leaves its own kernels out, which nothing here uses.
+  LS_BUILD=0 DS_BUILD_OPS=0 pip_step "installing ls_plugin and what it needs" --no-build-isolation --editable "$ROOT[dev]"
   mark_for_fairseq
   echo "$PACKAGES_KEY" >"$VENV/.ls_packages"
 fi
