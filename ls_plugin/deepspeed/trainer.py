@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from ls_plugin.deepspeed.config import adam_options, stage_of
 from ls_plugin.errors import UnsupportedError
 from ls_plugin.modules import TransformerDecoderLayer, TransformerEncoderLayer
+from ls_plugin.optim.resume import build_and_compare
+from ls_plugin.rebinding import wrap
 
 logger = logging.getLogger(__name__)
-
-_ADAMS = ("FairseqAdam", "FP16Optimizer", "MemoryEfficientFP16Optimizer")  # by the class names that checkpoints store
 
 
 class DeepSpeedTrainer(Trainer):
@@ -86,9 +86,6 @@ class DeepSpeedTrainer(Trainer):
         self._optimizer = kind(self.cfg.optimizer, self._engine, adam, params)
         if masters is not None:
             self._optimizer.set_masters(masters)
-        if self._optim_history and self._optim_history[-1]["optimizer_name"] in _ADAMS:
-            # Resuming insists on the class that saved the state. All of these save Adam's moments in fp32.
-            self._optim_history[-1] = {**self._optim_history[-1], "optimizer_name": kind.__name__}
         self._lr_scheduler = lr_scheduler.build_lr_scheduler(self.cfg.lr_scheduler, self._optimizer)
         self._lr_scheduler.step_update(0)
         logger.info(
@@ -202,6 +199,10 @@ class DeepSpeedTrainer(Trainer):
         period = self.cfg.common.empty_cache_freq
         if self.cuda and period > 0 and (self.get_num_updates() + period - 1) % period == 0:
             torch.cuda.empty_cache()
+
+
+# As for fairseq's own: a run resumes in another precision, but not with the state of another optimizer.
+wrap(DeepSpeedTrainer, "_build_optimizer", build_and_compare)
 
 
 def _import_deepspeed(on_gpu: bool, cfg):

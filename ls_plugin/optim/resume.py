@@ -44,7 +44,7 @@ def install() -> None:
     wrap(_FP16OptimizerMixin, "load_state_dict", _load_flat)
     wrap(Trainer, "state_dict", _state_dict)
     wrap(Trainer, "load_checkpoint", _load_checkpoint)
-    wrap(Trainer, "_build_optimizer", _build_optimizer)
+    wrap(Trainer, "_build_optimizer", build_and_compare)
     wrap(checkpoint_utils, "load_checkpoint_to_cpu", _load_checkpoint_to_cpu)
 
 
@@ -121,7 +121,7 @@ def _forget_figures(extra_state: dict, cfg) -> None:
         extra_state["metrics"][name] = [figure for figure in figures if logged.get(figure[1], True)]
 
 
-def _build_optimizer(stock, self) -> None:
+def build_and_compare(stock, self) -> None:
     """Between building the optimizer and comparing its class with the saved one, calls the saved one the same if only the precision differs.
 
     Raises:

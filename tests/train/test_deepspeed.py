@@ -6,7 +6,6 @@ import importlib.util
 import json
 import pickle
 import re
-import shutil
 import socket
 import sys
 
@@ -31,39 +30,87 @@ has_deepspeed = pytest.mark.skipif(
 
 # --- real processes
 
+# Imports once, which takes 10 s, then runs after one another what the JSON in its argument lists: each rank of a run is a process forked
+# from it. {"ranks": the command line of each, "log": a file for the output of the first, "copy": [from, to] before it starts}
+DRIVER = """
+import json, os, shutil, sys
+os.environ["DS_ACCELERATOR"] = "cpu"
+import deepspeed
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+from ls_plugin.cli import train
+CPU_Accelerator.is_fp16_supported = lambda self: True  # this CPU computes it, if slowly
+for run in json.loads(sys.argv[1]):
+    if "copy" in run:
+        os.makedirs(os.path.dirname(run["copy"][1]))
+        shutil.copy(*run["copy"])
+    ranks = []
+    for arguments in run["ranks"]:
+        ranks.append(os.fork())
+        if ranks[-1] == 0:
+            output = os.open(f"{run['log']}.{len(ranks) - 1}", os.O_WRONLY | os.O_CREAT)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            sys.argv = ["lightseq-train", *arguments]
+            try:
+                train.main()
+            finally:
+                sys.stdout.flush()
+                os._exit(0)
+    for rank in ranks:
+        os.waitpid(rank, 0)
+"""
+STAGE_1, STAGE_2 = ({"zero_optimization": {"stage": stage}} for stage in (1, 2))
+ZERO_2 = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+ZERO_3 = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}  # nothing is whole on any rank
+OVERFLOWING = {**STAGE_2, "fp16": {"initial_scale_power": 22, "hysteresis": 1}}
+HALVES, WHOLE = ["--batch-size", "10"], ["--batch-size", "20"]
+MASKED = [*WHOLE, "--dropout", "0.1", "--bf16"]
+# name: (number of ranks, configuration, flags, the run from whose fifth update it goes on)
+RUNS = {
+    "zero_2": (2, ZERO_2, [*HALVES, "--no-save"], None),
+    "zero_3": (2, ZERO_3, HALVES, None),
+    "zero_3_resumed": (2, ZERO_3, HALVES, "zero_3"),
+    "bf16": (1, STAGE_1, MASKED, None),
+    "bf16_resumed": (1, STAGE_2, MASKED, "bf16"),
+    "fp16": (1, OVERFLOWING, [*WHOLE, "--fp16", "--no-save"], None),
+}
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
+
 
 @pytest.fixture(scope="module")
-def start_ranks(commands, training_flags, tmp_path_factory):
-    """Starts the ranks of one run, each a process of its own; returns them in order."""
-
-    def start(n_ranks, config, folder, *flags, torchrun=False, **options):
+def command_line(commands, training_flags, tmp_path_factory):
+    def make(config, *flags):
         path = tmp_path_factory.mktemp("config") / "ds_config.json"
         path.write_text(json.dumps(config))
-        command = [commands.data, *training_flags["ours"], *FLAGS, "--save-dir", folder, "--deepspeed", path, *flags]
-        if torchrun:
-            launch = ["--standalone", "--nproc_per_node", n_ranks, "--module", "ls_plugin.cli.train"]
-            return [commands.start("torch.distributed.run", *launch, *command, **options)]
-        if n_ranks > 1:
-            with socket.socket() as probe:
-                probe.bind(("localhost", 0))
-                address = f"tcp://localhost:{probe.getsockname()[1]}"
-            command += ["--distributed-init-method", address, "--distributed-world-size", n_ranks]
-            command += ["--distributed-no-spawn", "--distributed-rank"]
-        ranks = [[rank] if n_ranks > 1 else [] for rank in range(n_ranks)]
-        return [commands.start("ls_plugin.cli.train", *command, *rank, **options) for rank in ranks]
+        return [str(flag) for flag in (commands.data, *training_flags["ours"], *FLAGS, "--deepspeed", path, *flags)]
 
-    return start
+    return make
 
 
 @pytest.fixture(scope="module")
-def run_ranks(commands, start_ranks):
-    """Runs all ranks; returns the log of the first."""
-
-    def run(*args, **options):
-        logs = [commands.finish(process) for process in start_ranks(*args, **options)]
-        return logs[0]
-
-    return run
+def runs(commands, command_line, tmp_path_factory):
+    """{name: (save folder, log of the first rank)} of RUNS."""
+    folder = tmp_path_factory.mktemp("runs")
+    todo = []
+    for name, (n_ranks, config, flags, resumed) in RUNS.items():
+        line = command_line(config, *flags, "--save-dir", folder / name)
+        ranks = [line]
+        if n_ranks > 1:
+            line += ["--distributed-init-method", f"tcp://localhost:{free_port()}", "--distributed-no-spawn"]
+            line += ["--distributed-world-size", str(n_ranks), "--distributed-rank"]
+            ranks = [[*line, str(rank)] for rank in range(n_ranks)]
+        todo.append({"ranks": ranks, "log": str(folder / f"{name}.log")})
+        if resumed:
+            paths = (folder / resumed / f"checkpoint{SAVED}.pt", folder / name / "checkpoint_last.pt")
+            todo[-1]["copy"] = [str(path) for path in paths]
+    (commands.data.parent / "deepspeed_driver.py").write_text(DRIVER)  # the commands' working directory
+    commands.run("deepspeed_driver", json.dumps(todo))
+    return {name: (folder / name, (folder / f"{name}.log.0").read_text()) for name in RUNS}
 
 
 @pytest.fixture(scope="module")
@@ -80,116 +127,80 @@ def one_process(commands, training_flags, losses, tmp_path_factory):
     return losses(log)
 
 
-def assert_parity(ours, expected):
+def assert_parity(ours, expected, tolerance=PARITY):
     assert len(ours) == len(expected) == N_UPDATES
     for i, (a, b) in enumerate(zip(ours, expected, strict=True)):
-        assert abs(a - b) <= PARITY * b, f"loss {i}: {a} against {b}"
+        assert abs(a - b) <= tolerance * b, f"loss {i}: {a} against {b}"
 
 
-ZERO_3 = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
-
-
-@pytest.fixture(scope="module")
-def zero_3(run_ranks, tmp_path_factory):
-    """Two ranks with half the batch each, nothing whole on either; (save folder, log)."""
-    folder = tmp_path_factory.mktemp("zero_3")
-    return folder, run_ranks(2, ZERO_3, folder, "--batch-size", "10")
+def assert_equal_weights(folders):
+    states = [torch.load(folder / "checkpoint_last.pt", weights_only=False)["model"] for folder in folders]
+    assert states[0].keys() == states[1].keys()
+    for name, p in states[0].items():
+        assert torch.equal(states[1][name], p), name
 
 
 @has_deepspeed
-def test_zero_3_on_two_ranks_equals_one_process(zero_3, one_process, losses):
-    folder, log = zero_3
+@pytest.mark.parametrize("name", ["zero_2", "zero_3"])
+def test_two_ranks_with_half_the_batch_equal_one_process(name, runs, one_process, losses):
+    """ZeRO 2 with the optimizer on the CPU, and ZeRO 3."""
+    log = runs[name][1]
     assert_parity(losses(log), one_process)
     last = json.loads(log.split("| train_inner | ")[-1].splitlines()[0])
     assert {"loss", "ppl", "gnorm", "clip", "wps", "ups", "wpb", "bsz", "lr", "train_wall"} <= last.keys()
     assert (last["wpb"], last["bsz"], last["num_updates"]) == ("152", "20", str(N_UPDATES))
-    assert {path.name for path in folder.iterdir()} == {
-        "checkpoint5.pt",
-        "checkpoint10.pt",
-        "checkpoint_last.pt",
-    }
 
 
 @has_deepspeed
-def test_zero_3_resumes_to_the_bit(zero_3, run_ranks, losses, tmp_path):
-    shutil.copy(zero_3[0] / f"checkpoint{SAVED}.pt", tmp_path / "checkpoint_last.pt")
-    log = run_ranks(2, ZERO_3, tmp_path, "--batch-size", "10")
-    assert losses(log) == losses(zero_3[1])[SAVED:]
-    states = [torch.load(folder / "checkpoint_last.pt", weights_only=False) for folder in (zero_3[0], tmp_path)]
-    for name, p in states[0]["model"].items():
-        assert torch.equal(states[1]["model"][name], p)
-
-
-@has_deepspeed
-def test_zero_1_under_torchrun_accumulates_as_one_batch(run_ranks, one_process, losses, tmp_path):
-    config = {"zero_optimization": {"stage": 1}, "gradient_accumulation_steps": 2, "gradient_clipping": "auto"}
-    log = run_ranks(2, config, tmp_path, "--batch-size", "5", "--update-freq", "2", "--no-save", torchrun=True)
+def test_zero_1_under_torchrun_accumulates_as_one_batch(commands, command_line, one_process, losses, tmp_path):
+    config = {**STAGE_1, "gradient_accumulation_steps": 2, "gradient_clipping": "auto"}
+    flags = ["--batch-size", "5", "--update-freq", "2", "--no-save", "--save-dir", tmp_path]
+    launch = ["--standalone", "--nproc_per_node", "2", "--module", "ls_plugin.cli.train"]
+    log = commands.run("torch.distributed.run", *launch, *command_line(config, *flags))
     assert_parity(losses(log), one_process)
 
 
 @has_deepspeed
-def test_zero_2_with_the_optimizer_on_the_cpu(run_ranks, one_process, losses, tmp_path):
-    config = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
-    log = run_ranks(2, config, tmp_path, "--batch-size", "10", "--no-save")
-    assert_parity(losses(log), one_process)
-
-
-# What DeepSpeed refuses on this CPU it can compute all the same.
-WITH_FP16 = """
-import os
-os.environ["DS_ACCELERATOR"] = "cpu"
-from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
-CPU_Accelerator.is_fp16_supported = lambda self: True
-"""
+def test_zero_3_resumes_to_the_bit(runs, losses):
+    folder, log = runs["zero_3"]
+    assert {path.name for path in folder.iterdir()} == {"checkpoint5.pt", "checkpoint10.pt", "checkpoint_last.pt"}
+    assert losses(runs["zero_3_resumed"][1]) == losses(log)[SAVED:]
+    assert_equal_weights([folder, runs["zero_3_resumed"][0]])
 
 
 @has_deepspeed
-def test_masters_survive_and_overflows_do_not_count(commands, start_ranks, losses, one_process, tmp_path):
-    """bf16 without ZeRO's sharding resumes to the bit, also on another stage; fp16 begins with a scale that overflows."""
-    (tmp_path / "with_fp16").mkdir()
-    (tmp_path / "with_fp16" / "__init__.py").write_text(WITH_FP16)
-    flags = ["--batch-size", "20", "--dropout", "0.1"]
-    half = ["--batch-size", "20", "--fp16", "--user-dir", tmp_path / "with_fp16", "--no-save"]
-    scale = {"zero_optimization": {"stage": 2}, "fp16": {"initial_scale_power": 22, "hysteresis": 1}}
-    runs = [
-        *start_ranks(1, {"zero_optimization": {"stage": 1}}, tmp_path / "whole", *flags, "--bf16"),
-        *start_ranks(1, scale, tmp_path, *half),
-    ]
-    whole, overflowing = (commands.finish(run) for run in runs)
-
-    assert overflowing.count("NOTE: gradient overflow") >= 1
-    assert len(losses(overflowing)) == N_UPDATES
-    assert '"num_updates": "10"' in overflowing
-    scales = [float(scale) for scale in re.findall(r'"loss_scale": "([0-9.]+)"', overflowing)]
-    assert 2 <= scales[-1] < 2**22
-    for ours, expected in zip(losses(overflowing), one_process, strict=True):
-        assert abs(ours - expected) <= 1e-2 * expected
-
-    (tmp_path / "rest").mkdir()
-    shutil.copy(tmp_path / "whole" / f"checkpoint{SAVED}.pt", tmp_path / "rest" / "checkpoint_last.pt")
-    (run,) = start_ranks(1, {"zero_optimization": {"stage": 2}}, tmp_path / "rest", *flags, "--bf16")
-    assert losses(commands.finish(run)) == losses(whole)[SAVED:]
-    states = [torch.load(tmp_path / name / "checkpoint_last.pt", weights_only=False) for name in ("whole", "rest")]
-    assert states[0]["optimizer_history"][-1]["optimizer_name"] == "FP16Optimizer"
-    for name, p in states[0]["model"].items():
-        assert torch.equal(states[1]["model"][name], p)
-        assert p.dtype == torch.float32
-    weight = states[0]["model"]["encoder.layers.0.fc1.weight"]
+def test_bf16_resumes_to_the_bit_on_another_stage(runs, losses):
+    folder, log = runs["bf16"]
+    assert losses(runs["bf16_resumed"][1]) == losses(log)[SAVED:]
+    assert_equal_weights([folder, runs["bf16_resumed"][0]])
+    state = torch.load(folder / "checkpoint_last.pt", weights_only=False)
+    assert state["optimizer_history"][-1]["optimizer_name"] == "FP16Optimizer"
+    weight = state["model"]["encoder.layers.0.fc1.weight"]
+    assert weight.dtype == torch.float32
     assert not torch.equal(weight, weight.bfloat16().float())  # the exact masters
 
 
 @has_deepspeed
-def test_stock_generates_from_the_checkpoint_without_plugin_and_deepspeed(zero_3, commands):
-    flags = ["--path", zero_3[0] / "checkpoint_last.pt", "--beam", 2, "--max-len-b", 10, "--cpu"]
-    flags += ["--required-batch-size-multiple", 1]
+def test_updates_that_overflow_in_fp16_do_not_count(runs, one_process, losses):
+    log = runs["fp16"][1]
+    assert log.count("NOTE: gradient overflow") >= 1
+    assert f'"num_updates": "{N_UPDATES}"' in log
+    scales = [float(scale) for scale in re.findall(r'"loss_scale": "([0-9.]+)"', log)]
+    assert 2 <= scales[-1] < 2**22
+    assert_parity(losses(log), one_process, tolerance=1e-2)
+
+
+@has_deepspeed
+def test_stock_generates_from_the_checkpoint_without_plugin_and_deepspeed(runs, commands):
+    path = runs["zero_3"][0] / "checkpoint_last.pt"
+    flags = ["--path", path, "--beam", 2, "--max-len-b", 10, "--cpu", "--required-batch-size-multiple", 1]
     log = commands.run("fairseq_cli.generate", commands.data, *flags, plugin=False)
     assert len(re.findall(r"^H-", log, re.MULTILINE)) == 20
-    state = torch.load(zero_3[0] / "checkpoint_last.pt", weights_only=False)
+    state = torch.load(path, weights_only=False)
     assert state["cfg"]["model"].arch == "transformer"
     assert not hasattr(state["cfg"]["model"], "deepspeed")
-    assert [entry["step"] for entry in state["last_optimizer_state"]["state"].values()] == [N_UPDATES] * len(
-        state["last_optimizer_state"]["state"]
-    )
+    entries = state["last_optimizer_state"]["state"].values()
+    assert {entry["step"] for entry in entries} == {N_UPDATES}
 
 
 # --- configuration
