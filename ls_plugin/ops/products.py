@@ -34,7 +34,14 @@ def widened(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 def _is_slow(a: Tensor, b: Tensor) -> bool:
     dtype = a.dtype
-    return dtype in (torch.bfloat16, torch.float16) and a.device.type == "cpu" and b.dtype == dtype and not _has(dtype)
+    return (
+        dtype in (torch.bfloat16, torch.float16)
+        and a.device.type == "cpu"
+        and b.dtype == dtype
+        and not _has(dtype)
+        and F.linear
+        is torch._C._nn.linear  # apex.amp's would take the fp32 factors to 16 bits again, and `out` with them
+    )
 
 
 @functools.cache
