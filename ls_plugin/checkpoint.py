@@ -117,9 +117,23 @@ def _load_checkpoint(stock, cfg, trainer, **kwargs):
     if cfg.restore_file == _DEFAULT_RESTORE_FILE and trainer.data_parallel_rank == 0:
         _remove_unfinished(cfg.save_dir)
     path, otherwise = _file_to_resume(cfg, trainer.checkpoint_suffix or "")
+    _check_all_ranks_find(path, cfg.save_dir)
     if path is not None and not PathManager.path_requires_pathmanager(path):
         _check_readable(path, f"to start from scratch, {otherwise}")
     return stock(cfg, trainer, **kwargs)
+
+
+def _check_all_ranks_find(path: str | None, save_dir: str) -> None:
+    """Raises CheckpointError where only some ranks see the file to resume from; those would wait for the others for ever."""
+    if distributed_utils.get_data_parallel_world_size() == 1:
+        return
+    found = distributed_utils.all_gather_list(path is not None and PathManager.exists(path))
+    if any(found) and not all(found):
+        missing = [rank for rank, is_found in enumerate(found) if not is_found]
+        raise CheckpointError(
+            f"checkpoint {path or save_dir}: must be seen by every rank, but is not by {missing} (of {len(found)}); put --save-dir on a file system "
+            "that all machines share, or copy the file there"
+        )
 
 
 def _check_flags(cfg) -> None:

@@ -162,6 +162,15 @@ def test_resuming_never_starts_from_scratch_beside_an_unreadable_checkpoint(tmp_
         checkpoint_utils.load_checkpoint(checkpoint_config(tmp_path), fake_trainer())
 
 
+def test_a_file_that_some_ranks_do_not_see_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint.distributed_utils, "get_data_parallel_world_size", lambda: 2)
+    monkeypatch.setattr(checkpoint.distributed_utils, "all_gather_list", lambda found: [True, found])
+    with pytest.raises(CheckpointError, match=r"must be seen by every rank, but is not by \[1\] \(of 2\)"):
+        checkpoint._check_all_ranks_find(str(tmp_path / "missing.pt"), "checkpoints")
+    (tmp_path / "there.pt").touch()
+    checkpoint._check_all_ranks_find(str(tmp_path / "there.pt"), "checkpoints")
+
+
 def test_a_missing_restore_file_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="drop --restore-file"):
         checkpoint_utils.load_checkpoint(checkpoint_config(tmp_path, tmp_path / "other.pt"), fake_trainer())
