@@ -5,7 +5,8 @@
 A training step of stock's reads some ten numbers from the device: whether the norm is finite (twice), and what it logs, rounded, which
 nobody looks at between two log intervals. Here numbers stay on the device until they are shown. A norm that is not finite makes the
 update itself do nothing; with fp16 the trainer learns of that when the update is launched (fairseq's count of updates depends on it),
-in other precisions at the next log interval, where training ends as in stock. On a CPU nothing has to be waited for, so it ends at once.
+in other precisions at the next log interval, or before the next checkpoint, and training ends as in stock. On a CPU nothing has to be
+waited for, so it ends at once.
 """
 
 import contextlib
@@ -15,7 +16,7 @@ import os
 from collections.abc import Iterator, Mapping
 
 import torch
-from fairseq import utils
+from fairseq import checkpoint_utils, utils
 from fairseq.file_io import PathManager
 from fairseq.logging import metrics
 from fairseq.nan_detector import NanDetector
@@ -57,6 +58,8 @@ def install() -> None:
     wrap(Trainer, "train_step", _train_step)
     wrap(Trainer, "state_dict", _state_dict)
     wrap(Trainer, "load_checkpoint", _load_checkpoint)
+    wrap(Trainer, "lr_step", _lr_step)
+    wrap(checkpoint_utils, "save_checkpoint", _save_checkpoint)
 
 
 def _is_asked_for(trainer: Trainer) -> bool:
@@ -114,7 +117,10 @@ def _step(self, samples: list, raise_oom: bool) -> Mapping | None:
     output = None
     try:
         grad_norm = _update(self, sample_size)
-        _check_norms(self, grad_norm)
+        self._norms.append(grad_norm)
+        n_updates = self.get_num_updates() + 1
+        if not host.waits_for(grad_norm.device) or n_updates % self.cfg.common.log_interval == 0:
+            _check_norms(self, n_updates)
     except OverflowError as overflow:
         logger.info("NOTE: gradient overflow detected, ignoring gradient, %s", overflow)
         _name_overflows(self)
@@ -317,22 +323,41 @@ class _Values(Mapping):
 # --- gradients that are not finite
 
 
-def _check_norms(self, grad_norm: Tensor) -> None:
-    """Ends training if a norm was not finite, or ranks differ: at a log interval, or at once where nothing has to be waited for.
+def _check_norms(self, n_updates: int) -> None:
+    """Ends training if a norm since the last look was not finite, or ranks differ; ``n_updates`` counts the last of them.
 
     Raises:
         FloatingPointError: says which update it was. It changed nothing.
     """
-    update = self.get_num_updates() + 1
-    self._norms.append(grad_norm)
-    if host.waits_for(grad_norm.device) and update % self.cfg.common.log_interval != 0:
-        return
     norms, self._norms = self._norms, []
-    self._check_grad_norms(grad_norm)
+    self._check_grad_norms(norms[-1])
     finite = torch.stack([norm.reshape(()) for norm in norms]).isfinite().tolist()
     if not all(finite):
-        failed = update - len(finite) + 1 + finite.index(False)
+        failed = n_updates - len(finite) + 1 + finite.index(False)
         raise FloatingPointError(f"gradients are Nan/Inf at update {failed}, which left the weights as they were")
+
+
+def _check_norms_not_seen(self) -> None:
+    """The same for updates since the last log interval, of which there are some where the host waits for the device."""
+    if not getattr(self, "_norms", ()):
+        return
+    try:
+        _check_norms(self, self.get_num_updates())
+    except FloatingPointError:
+        _save_crash(self)
+        raise
+
+
+def _save_checkpoint(stock, cfg, trainer, *args, **kwargs):
+    """Called on every rank, before a run ends by its updates, its time or its patience too, with ``--no-save`` as well."""
+    _check_norms_not_seen(trainer)
+    return stock(cfg, trainer, *args, **kwargs)
+
+
+def _lr_step(stock, self, *args, **kwargs):
+    """Ends an epoch, the last one too."""
+    _check_norms_not_seen(self)
+    return stock(self, *args, **kwargs)
 
 
 def _name_overflows(self) -> None:

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from fairseq import checkpoint_utils
 from fairseq.logging import metrics
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -177,6 +178,20 @@ def test_gradients_that_are_not_finite_end_training_at_the_log_interval(make_tra
     assert not all(torch.equal(a, b) for a, b in zip(weights[2], weights[3], strict=True))
     state = torch.load(tmp_path / "crash.pt", weights_only=False)
     assert all(value.isfinite().all() for value in state["model"].values())
+
+
+@pytest.mark.parametrize("end", ["save", "epoch"])
+def test_none_is_overlooked_before_a_checkpoint_or_the_end(make_trainer, end, tmp_path):
+    trainer = make_trainer("ours")
+    with nan_loss(trainer, at_update=1):
+        for batch in trainer.batches[:3]:
+            trainer.train_step([batch])
+    with pytest.raises(FloatingPointError, match="at update 2, which left the weights"):
+        if end == "save":
+            checkpoint_utils.save_checkpoint(trainer.cfg.checkpoint, trainer, None, None)
+        else:
+            trainer.lr_step(1)
+    assert [path.name for path in tmp_path.iterdir()] == ["crash.pt"]
 
 
 def test_on_a_cpu_they_end_it_at_once(make_trainer, monkeypatch):
