@@ -308,7 +308,12 @@ def paired_bootstrap(hypotheses: dict[str, list[str]], references: list[str]) ->
         if name == "System":
             continue
         found[name] = {
-            kind: {"score": result.score, "mean": result.mean, "ci": result.ci, "p": result.p_value}
+            kind: {
+                key: None if value is None else float(value)  # some are numpy's, which json refuses
+                for key, value in zip(
+                    ("score", "mean", "ci", "p"), (result.score, result.mean, result.ci, result.p_value), strict=True
+                )
+            }
             for kind, result in zip(records.KINDS, results, strict=True)
         }
         found[name]["signature"] = str(signatures[name])

@@ -100,6 +100,8 @@ def test_scores_verdict_and_report(compare, tmp_path):
     assert "ls is significantly better" in compare.verdict(better)
     alike = compare.paired_bootstrap({"stock": worse, "ls": worse}, words)
     assert "no difference" in compare.verdict(alike)
+    for scores in (apart, better, alike):
+        json.dumps(scores)  # sacrebleu's figures are partly numpy's
 
     runs = {}
     for kind in ("stock", "ls"):
