@@ -173,7 +173,9 @@ class Quality:
         runs = []
         for kind in records.KINDS:
             self.folder(kind).mkdir(parents=True, exist_ok=True)
-            runs.append(Run(kind, self.folder(kind), self.command(kind), self.environment))
+            # Without the plugin fairseq cannot load its own checkpoints on torch >= 2.6; with --continue it loads those of this recipe.
+            environment = self.environment | ({"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"} if kind == "stock" else {})
+            runs.append(Run(kind, self.folder(kind), self.command(kind), environment))
         began, tokens = time.time(), tokens_per_epoch * self.args.epochs
         first: float | None = None
         try:
