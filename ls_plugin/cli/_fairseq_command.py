@@ -226,6 +226,8 @@ def _known_cause(error: BaseException, data: str = "") -> tuple[int, str] | None
             missing = message.removeprefix(_NO_DATASET) if dataset else error.filename
             advice = "was it written by fairseq-preprocess, and are --source-lang, --target-lang and the subset right?"
             return EXIT_FAILED, f"not found: {missing}; {advice}"
+    if isinstance(error, FloatingPointError):  # training diverged
+        return EXIT_FAILED, _one_line(message)
     if isinstance(error, LightSeqError | OSError):
         return EXIT_USAGE if isinstance(error, UsageError) else EXIT_FAILED, _one_line(message)
     if (isinstance(error, AssertionError | ValueError) or type(error) is Exception) and message.startswith(

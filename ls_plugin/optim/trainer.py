@@ -334,7 +334,10 @@ def _check_norms(self, n_updates: int) -> None:
     finite = torch.stack([norm.reshape(()) for norm in norms]).isfinite().tolist()
     if not all(finite):
         failed = n_updates - len(finite) + 1 + finite.index(False)
-        raise FloatingPointError(f"gradients are Nan/Inf at update {failed}, which left the weights as they were")
+        raise FloatingPointError(
+            f"gradients are Nan/Inf at update {failed}, which left the weights as they were (they are in crash.pt); lower --lr, lengthen "
+            "--warmup-updates, or set --clip-norm"
+        )
 
 
 def _check_norms_not_seen(self) -> None:
@@ -367,9 +370,15 @@ def _name_overflows(self) -> None:
 
 
 def _name_modules(self, samples: list) -> None:
-    """Logs which module's output is not finite first, on these batches."""
+    """Logs which parameters' gradients are not finite, and which module's output is not finite first, on these batches."""
+    names = [
+        name for name, p in self.get_model().named_parameters() if p.grad is not None and not p.grad.isfinite().all()
+    ]
+    if names:
+        logger.warning("gradients are not finite in %d parameters: %s", len(names), ", ".join(names[:8]))
     self.zero_grad()
     self._set_seed()
+    # Of the backward pass the detector's hooks fail where a module returns nothing that has a gradient.
     with NanDetector(self.get_model(), backward=False), torch.no_grad():
         for sample in samples:
             sample, _ = self._prepare_sample(sample)

@@ -11,6 +11,7 @@ from fairseq.logging import metrics
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ls_plugin import host
+from ls_plugin.cli import _fairseq_command
 
 LOG_INTERVAL = 5
 # Ops that give a value to the host, or whose result's shape depends on values; and what makes a tensor of a host's number, whose copy
@@ -194,10 +195,14 @@ def test_none_is_overlooked_before_a_checkpoint_or_the_end(make_trainer, end, tm
     assert [path.name for path in tmp_path.iterdir()] == ["crash.pt"]
 
 
-def test_on_a_cpu_they_end_it_at_once(make_trainer, monkeypatch):
+def test_on_a_cpu_they_end_it_at_once(make_trainer, monkeypatch, caplog, capsys):
     monkeypatch.setattr(host, "waits_for", lambda device: False)
     trainer = make_trainer("ours")
-    with nan_loss(trainer, at_update=2), pytest.raises(FloatingPointError, match="at update 3"):
+    with nan_loss(trainer, at_update=2), pytest.raises(FloatingPointError, match="at update 3") as error:
         for batch in trainer.batches:
             trainer.train_step([batch])
     assert trainer.get_num_updates() == 2
+    assert "parameters: encoder.embed_tokens.weight, encoder.layers.0" in caplog.text
+    assert _fairseq_command._tell("lightseq-train", error.value) == 1
+    (line,) = capsys.readouterr().err.splitlines()[-1:]
+    assert line.startswith("lightseq-train: error: gradients are Nan/Inf at update 3") and "crash.pt" in line
