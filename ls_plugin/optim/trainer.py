@@ -82,7 +82,7 @@ def _build_optimizer(stock, self) -> None:
     if _is_ours(self):
         self.optimizer.waits_before_step = False
         self._norms = []  # of the updates since the last look at them
-        self._last_output = None  # of a batch: its names
+        self._last_zeros = None  # see _accumulate
 
 
 # --- a training step
@@ -150,7 +150,9 @@ def _accumulate(self, samples: list, raise_oom: bool) -> tuple[list[dict], float
 
     None where memory ran out and no other rank goes on. Where others do, this rank's share of the update is 0.
     """
-    logging_outputs, sample_size, dummy_output, ran_out = [], 0.0, None, False
+    logging_outputs, sample_size, ran_out = [], 0.0, False
+    # Ranks must agree on names, and on what lies on the device: a logging output, and a sample size of 0 like the criterion's.
+    zeros = None
     ema = (
         {"ema_model": self.ema.get_model()} if self.cfg.ema.store_ema and getattr(self.task, "uses_ema", False) else {}
     )
@@ -168,9 +170,8 @@ def _accumulate(self, samples: list, raise_oom: bool) -> tuple[list[dict], float
                     ignore_grad=is_dummy,
                     **ema,
                 )
-            if is_dummy:
-                dummy_output = logging_output
-            else:
+            zeros = logging_output, batch_size * 0
+            if not is_dummy:
                 logging_outputs.append(logging_output)
                 sample_size = sample_size + batch_size
             if self.cuda and self.get_num_updates() == 0:
@@ -179,8 +180,8 @@ def _accumulate(self, samples: list, raise_oom: bool) -> tuple[list[dict], float
             if _OUT_OF_MEMORY not in str(error):
                 raise
             self._log_oom(error)
-            dummy_output = (logging_outputs or [dummy_output or self._last_output])[0]
-            if raise_oom or (dummy_output is None and self.data_parallel_world_size > 1):
+            zeros = zeros or self._last_zeros
+            if raise_oom or (zeros is None and self.data_parallel_world_size > 1):
                 raise
             ran_out = True
         except Exception:
@@ -196,13 +197,11 @@ def _accumulate(self, samples: list, raise_oom: bool) -> tuple[list[dict], float
             if self.data_parallel_world_size == 1:
                 return None
             logging_outputs, sample_size = [], 0.0
-    if torch.is_tensor(sample_size):
-        sample_size = sample_size.float()
-    if logging_outputs:
-        self._last_output = logging_outputs[-1]
-        return logging_outputs, sample_size, False
-    # Ranks must agree on what is summed: this one has its names, and nothing to add.
-    return [dummy_output], sample_size, True
+    self._last_zeros = zeros
+    is_dummy = not logging_outputs
+    if is_dummy:
+        logging_outputs, sample_size = [zeros[0]], zeros[1]
+    return logging_outputs, sample_size.float() if torch.is_tensor(sample_size) else float(sample_size), is_dummy
 
 
 def _sum_over_ranks(self, logging_outputs: list[dict], extra: tuple, is_dummy: bool) -> tuple[list[dict], list]:
@@ -330,7 +329,7 @@ def _check_norms(self, n_updates: int) -> None:
         FloatingPointError: says which update it was. It changed nothing.
     """
     norms, self._norms = self._norms, []
-    self._check_grad_norms(norms[-1])
+    self._check_grad_norms(norms[-1].nan_to_num(0.0, 0.0))  # stock calls what is not finite inconsistent
     finite = torch.stack([norm.reshape(()) for norm in norms]).isfinite().tolist()
     if not all(finite):
         failed = n_updates - len(finite) + 1 + finite.index(False)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from ls_plugin.errors import UnsupportedError
+from ls_plugin.optim import trainer as wrappers
 
 PRECISIONS = ["--log-interval=1", "--bf16", "--fp16"]
 NO_DROPOUT = ("--dropout", "0")
@@ -53,6 +54,30 @@ def test_an_empty_batch_counts_nothing(make_trainer, precision):
     for other, *logged in results[1:]:
         assert logged == list(results[0][1:])
         assert all(torch.equal(a, b) for a, b in zip(other, results[0][0], strict=True))
+
+
+@pytest.mark.parametrize("nothing", ["empty batch", "out of memory"])
+@pytest.mark.parametrize("kind", [torch.tensor, int], ids=["tensor", "number"])
+def test_a_rank_without_a_batch_has_a_sample_size_like_the_others(make_trainer, kind, nothing, monkeypatch):
+    """Ranks sum tensors and numbers apart, so they would wait for each other; ``masked_lm``'s is a tensor."""
+    trainer = make_trainer("ours")
+    monkeypatch.setattr(type(trainer), "data_parallel_world_size", 2)
+    step = trainer.task.train_step
+
+    def train_step(*args, **kwargs):
+        loss, sample_size, output = step(*args, **kwargs)
+        return loss, kind(sample_size), output
+
+    def out_of_memory(*args, **kwargs):
+        raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    trainer.task.train_step = train_step
+    outputs, size, is_dummy = wrappers._accumulate(trainer, [trainer.batches[0]], raise_oom=False)
+    assert (size, is_dummy) == (trainer.batches[0]["ntokens"], False)
+    trainer.task.train_step = train_step if nothing == "empty batch" else out_of_memory
+    empty_outputs, empty_size, is_dummy = wrappers._accumulate(trainer, [[]], raise_oom=False)
+    assert (empty_size, is_dummy, type(empty_size)) == (0, True, type(size))
+    assert empty_outputs[0].keys() == outputs[0].keys()
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -115,3 +140,19 @@ def test_overflows_name_their_parameters(make_trainer, caplog):
     assert "gradient overflow detected, ignoring gradient, setting loss scale to: 2097152.0" in caplog.text
     assert "overflow in param encoder.embed_tokens.weight" in caplog.text
     assert trainer.get_num_updates() == 0
+
+
+def test_ranks_that_agree_on_nan_are_not_called_inconsistent(make_trainer, monkeypatch):
+    trainer = make_trainer("ours")
+    trainer._grad_norm_buf = torch.zeros(2)  # as on two GPUs
+    monkeypatch.setattr("fairseq.distributed.utils.all_reduce", lambda buffer, group: buffer.fill_(buffer[0]))
+    assert trainer.train_step([trainer.batches[0]]) is not None
+    monkeypatch.setattr(trainer, "clip_grad_norm", lambda clip_norm: torch.tensor(float("nan")))
+    with pytest.raises(FloatingPointError, match="Nan/Inf at update 2"):
+        trainer.train_step([trainer.batches[1]])
+    trainer._norms = [torch.tensor(float("nan"))]
+    monkeypatch.setattr(
+        "fairseq.distributed.utils.all_reduce", lambda buffer, group: buffer.copy_(torch.tensor([0, 1]))
+    )
+    with pytest.raises(FloatingPointError, match="inconsistent"):
+        wrappers._check_norms(trainer, 2)
