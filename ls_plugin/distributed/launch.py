@@ -9,6 +9,7 @@ import logging
 import os
 import socket
 import sys
+import time
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,8 @@ _LOST_PEER = (
     "remote process exited",
     "Connection was likely closed",
 )
+# A rank that fails closes its connections while it exits. Whoever loses them lets it end first, so that who started both sees the cause.
+_GRACE_S = 5.0
 _RESUME = "checkpoints that were written are whole; start the same command again to resume from the last one"
 
 
@@ -91,6 +94,7 @@ def _distributed_main(stock, i: int, main, cfg, kwargs: dict) -> None:
         if isinstance(error, RankError) or not any(cause in str(error) for cause in _LOST_PEER):
             raise
         rank = dist.get_rank() if dist.is_initialized() else cfg.distributed_training.distributed_rank
+        time.sleep(_GRACE_S)
         raise RankError(
             f"rank {rank} has lost the connection to another rank, which was ended or failed; see what that one says. {_RESUME}"
         ) from error

@@ -224,10 +224,13 @@ def test_a_lost_peer_is_told_in_one_line(monkeypatch):
 
         return stock
 
+    waits = []
+    monkeypatch.setattr(launch.time, "sleep", waits.append)
     cfg = OmegaConf.create({"distributed_training": {"distributed_rank": 1}})
     for message in ("[pair.cc:547] Connection closed by peer [127.0.0.1]:1", "NCCL: remote process exited or so"):
         with pytest.raises(launch.RankError, match="rank 1 has lost the connection"):
             launch._distributed_main(fail(message), 0, None, cfg, {})
     with pytest.raises(RuntimeError, match=r"^another$"):
         launch._distributed_main(fail("another"), 0, None, cfg, {})
+    assert waits == [launch._GRACE_S] * 2  # the rank that is the cause ends first
     assert distributed_utils.distributed_main._ls_wrapper is launch._distributed_main
