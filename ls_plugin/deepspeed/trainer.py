@@ -120,7 +120,8 @@ class DeepSpeedTrainer(Trainer):
         metrics.log_start_time("train_wall", priority=800, round=0)
 
         batches = [self._prepare_sample(sample) for sample in samples]
-        sizes = [0 if is_dummy else self._sample_size(sample) for sample, is_dummy in batches]
+        # Of the same type on all ranks, which sum it: a tensor or a number.
+        sizes = [self._sample_size(sample) * (not is_dummy) for sample, is_dummy in batches]
         self.optimizer.loss_factor = self._loss_factor(sum(sizes))
         logging_outputs = []
         for i, ((sample, is_dummy), size) in enumerate(zip(batches, sizes, strict=True)):
