@@ -111,7 +111,7 @@ class TokenLoss:
         super().reduce_metrics([{k: v for k, v in log.items() if k not in _ACCURACY} for log in logging_outputs])
         if counts["total"]:
             for name, values in counts.items():
-                metrics.log_scalar(name, sum(values))
+                metrics.log_scalar(name, sum(values), round=3)  # which makes it a number when it is shown
             metrics.log_derived("accuracy", _accuracy)
 
     def refuse_unfit(self, model, cfg=None) -> None:

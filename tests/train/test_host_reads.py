@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from fairseq import checkpoint_utils
-from fairseq.logging import metrics
+from fairseq.logging import metrics, progress_bar
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ls_plugin import host
@@ -131,18 +131,21 @@ def assert_complete(log, *more):
 
 @pytest.mark.parametrize("n_batches", [1, 2])
 def test_what_is_logged_is_what_stock_logs(make_trainer, n_batches):
-    logs, outputs = [], []
+    logs, outputs, shown = [], [], []
     for names in ("stock", "ours"):
         trainer = make_trainer(names, "--dropout", "0")
         with metrics.aggregate(new_root=True) as meters:
             for i in range(3):
                 output = trainer.train_step(trainer.batches[n_batches * i : n_batches * (i + 1)])
         logs.append({name: float(value) for name, value in meters.get_smoothed_values().items()})
+        shown.append({name: progress_bar.format_stat(value) for name, value in meters.get_smoothed_values().items()})
         outputs.append({name: float(value) for name, value in output.items()})
     for theirs, ours in (logs, outputs):
         assert list(theirs) == list(ours)
         for name in theirs.keys() - {"wps", "ups", "train_wall"}:
             assert ours[name] == pytest.approx(theirs[name], rel=2e-3), name
+    assert shown[1]["total"] == shown[0]["total"]
+    assert [type(value) for value in shown[1].values()] == [type(value) for value in shown[0].values()]
 
 
 # --- gradients that are not finite
