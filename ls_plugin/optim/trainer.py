@@ -407,13 +407,11 @@ def _load_checkpoint(stock, self, filename, *args, **kwargs):
     dtype = torch.float16 if self.cfg.common.fp16 else torch.bfloat16 if self.cfg.common.bf16 else None
     if not _is_asked_for(self) or dtype is None or not PathManager.isfile(filename):
         return stock(self, filename, *args, **kwargs)
-    params = [p for module in (self._model, self._criterion) for p in module.parameters() if p.dtype == dtype]
+    modules = (self._model, self._criterion)
+    params = [p for module in modules for p in module.parameters() if p.dtype == dtype and p.requires_grad]
     for p in params:
         p.data = p.data.float()
     extra_state = stock(self, filename, *args, **kwargs)
-    if any(p.requires_grad and p.dtype == torch.float32 for p in params):
+    if any(p.dtype == torch.float32 for p in params):
         self._build_optimizer()  # a reset one
-    for p in params:
-        if p.dtype == torch.float32:  # frozen
-            p.data = p.data.to(dtype)
     return extra_state

@@ -156,3 +156,21 @@ def test_ranks_that_agree_on_nan_are_not_called_inconsistent(make_trainer, monke
     )
     with pytest.raises(FloatingPointError, match="inconsistent"):
         wrappers._check_norms(trainer, 2)
+
+
+def test_what_is_frozen_stays_of_16_bits_when_a_checkpoint_is_loaded(make_trainer, tmp_path):
+    def trainer_with_frozen_encoder():
+        trainer = make_trainer("ours", "--bf16", "--store-ema")
+        trainer.get_model().encoder.requires_grad_(False)
+        return trainer
+
+    trainer = trainer_with_frozen_encoder()
+    trainer.train_step([trainer.batches[0]])
+    place = {"epoch": 1, "iterations_in_epoch": 1, "version": 2}
+    trainer.consolidate_optimizer()
+    trainer.save_checkpoint(str(tmp_path / "saved.pt"), {"train_iterator": place})
+    resumed = trainer_with_frozen_encoder()
+    resumed.load_checkpoint(str(tmp_path / "saved.pt"))
+    assert all(torch.equal(a, b) for a, b in zip(weights(trainer), weights(resumed), strict=True))
+    for model in (resumed.get_model(), resumed.ema.get_model()):
+        assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
