@@ -128,6 +128,12 @@ class ContiguousAdam(torch.optim.Optimizer):
             )
         super().add_param_group(param_group)
 
+    def __getstate__(self):
+        raise UnsupportedError(
+            "--optimizer ls_adam: copying or pickling the optimizer is unsupported, since its parameters live in its buffers; build another one "
+            "and load its state_dict()"
+        )
+
     @staticmethod
     def _build_buffers(params: list[Tensor], dtype: torch.dtype | None) -> list[AdamBuffer]:
         if any(hasattr(p, "expert") for p in params):

@@ -524,6 +524,12 @@ def test_experts_groups_and_late_groups_are_refused():
         optimizer.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
 
 
+def test_copies_are_refused_since_their_parameters_would_lie_elsewhere():
+    optimizer = FairseqAdam(config(), [nn.Parameter(torch.ones(2))])
+    with pytest.raises(UnsupportedError, match="copying or pickling the optimizer is unsupported"):
+        copy.deepcopy(optimizer)
+
+
 def test_class_name_is_stock_so_that_checkpoints_resume():
     assert OPTIMIZER_REGISTRY["ls_adam"].__name__ == OPTIMIZER_REGISTRY["adam"].__name__
 
