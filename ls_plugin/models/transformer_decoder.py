@@ -34,9 +34,8 @@ class LightSeqTransformerDecoder(TransformerDecoderBase):
 
     def output_layer(self, features: Tensor) -> Tensor:
         """(..., C) -> (..., V)"""
-        projection = self.output_projection
-        if type(projection) is nn.Linear and not has_hooks(projection):
-            return products.linear(features, projection.weight, projection.bias)
+        if type(self.output_projection) is nn.Linear:
+            return _project(features, self.output_projection)
         return super().output_layer(features)
 
     def extract_features_scriptable(
@@ -103,7 +102,7 @@ class LightSeqTransformerDecoder(TransformerDecoderBase):
             weights = weights.float().to(x)
             weights = (weights if alignment_heads is None else weights[:alignment_heads]).mean(dim=0)
         if self.project_out_dim is not None:
-            x = self.project_out_dim(x)
+            x = _project(x, self.project_out_dim)
         states = [embedding.transpose(0, 1), *(output for output, _ in outputs)]
         return x, {"attn": [weights], "inner_states": states}
 
@@ -120,10 +119,16 @@ class LightSeqTransformerDecoder(TransformerDecoderBase):
             position = None if position is None else position[:, -1:]
         x = self.embed_scale * embed(tokens.contiguous())
         if self.project_in_dim is not None:
-            x = self.project_in_dim(x)
+            x = _project(x, self.project_in_dim)
         if position is not None:
             x = x + position
         return dropout(x if norm is None else norm(x))
+
+
+def _project(x: Tensor, projection: nn.Module) -> Tensor:
+    if type(projection) is not nn.Linear or has_hooks(projection):
+        return projection(x)
+    return products.linear(x, projection.weight, projection.bias)
 
 
 def _first(encoder_out: dict | None, name: str) -> Tensor | None:

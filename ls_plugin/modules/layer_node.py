@@ -129,7 +129,7 @@ class EncoderAttention:
         weights = None
         if run.needs_weights:
             # q takes the scale, as in stock: q k^T could leave fp16's range.
-            scores = (heads[0] * self.scale).matmul(heads[1].transpose(-1, -2))
+            scores = products.matmul(heads[0] * self.scale, heads[1].transpose(-1, -2))
             weights, _ = _library.kernels().attention_softmax_forward.default(
                 scores, run.encoder_padding_mask, None, False, 1.0, 0.0, None, 0, False
             )
@@ -170,8 +170,8 @@ class EncoderAttention:
             grad_scores = _library.kernels().attention_softmax_backward.default(
                 grad_weights.contiguous(), weights, None, None, None, False, 1.0, 0.0, None, 0
             )
-            grad_heads[0].add_(grad_scores.matmul(heads[1]), alpha=self.scale)
-            grad_heads[1].add_(grad_scores.transpose(-1, -2).matmul(heads[0]), alpha=self.scale)
+            grad_heads[0].add_(products.matmul(grad_scores, heads[1]), alpha=self.scale)
+            grad_heads[1].add_(products.matmul(grad_scores.transpose(-1, -2), heads[0]), alpha=self.scale)
         grad_q_weight = weight_grad(grad_q, rows, params[0:1]) if needs[0] else None
         (grad_q_bias,) = joint_bias_grads(grad_q, params[1:2], needs[1:2])
         return _grad_input(grad_q, q_weight, into), grad_kv, (grad_q_weight, grad_q_bias, grad_out_weight)

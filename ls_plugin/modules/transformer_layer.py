@@ -443,7 +443,7 @@ def _attend(attention, q, k, v, padding_mask, score_bias, causal, attention_weig
     out = ops.fused_attention(q, k, v, padding_mask, score_bias, causal, attention.scaling, p)
     weights = None
     if attention_weights is not None:
-        scores = (q * attention.scaling) @ k.transpose(-1, -2)
+        scores = products.matmul(q * attention.scaling, k.transpose(-1, -2))
         weights = ops.attention_softmax(scores, padding_mask, score_bias, causal)
     if shared > 1:
         out, weights = (

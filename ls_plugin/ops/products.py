@@ -22,6 +22,11 @@ def mm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     return product.to(a.dtype) if out is None else out.copy_(product)
 
 
+def matmul(a: Tensor, b: Tensor) -> Tensor:
+    """``torch.matmul`` of batches of matrices, computed as in :func:`linear`.  (..., N, K), (..., K, M) -> (..., N, M)"""
+    return torch.matmul(*widened(a, b)).to(a.dtype) if _is_slow(a, b) else torch.matmul(a, b)
+
+
 def add_mm(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """``total.addmm_(a, b)``, computed as in :func:`linear`."""
     return total.add_(mm(a, b)) if _is_slow(a, b) else total.addmm_(a, b)

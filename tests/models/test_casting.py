@@ -11,9 +11,11 @@ import torch
 import torch.nn.functional as F
 from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEntropyCriterion as StockCriterion
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ls_plugin import ops
 from ls_plugin.criterions import LabelSmoothedCrossEntropyCriterion
+from ls_plugin.ops import products
 from ls_plugin.ops.checks import product_dtype
 from tests.models.families import FAMILIES, PAD, batch, build_twins, task
 from tests.ops.accuracy import needs_library
@@ -160,3 +162,36 @@ def test_the_loss_by_blocks_under_apex():
     assert all(a.dtype == torch.float32 for a in actual)
     for a, e in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, e.float(), rtol=1e-3, atol=1e-3)
+
+
+class HalfProducts(TorchDispatchMode):
+    """``shapes``: the factors of matrix products of 16-bit tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        factors = [arg for arg in args if torch.is_tensor(arg)]
+        if func._schema.name.split("::")[1] in _PRODUCTS and factors[0].dtype != torch.float32:
+            self.shapes.append([tuple(factor.shape) for factor in factors])
+        return func(*args, **(kwargs or {}))
+
+
+@needs_library
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_product_is_left_to_scalar_loops(family, monkeypatch):
+    """A language model has by default two projections more, in which a bf16 step spent most of its time."""
+    monkeypatch.setattr(products, "_has", lambda dtype: False)
+    widths = {"decoder_input_dim": 24, "decoder_output_dim": 24} if family == "transformer_lm" else {}
+    asking = {"alignment_layer": 1} if family == "transformer" else {}
+    _, model = build_twins(family, **widths)
+    model = model.bfloat16()
+    with HalfProducts() as found:
+        logits, extra = model(**batch(family), **asking)
+        loss = logits.float().sum()
+        if asking:
+            loss = loss + extra["attn"][0].float().square().sum()
+        loss.backward()
+        model.eval()(**batch(family))
+    assert found.shapes == []
