@@ -170,6 +170,8 @@ class _Resolution:
             if not isinstance(block, dict):
                 self.faults.append(f"{name}: must be an object, got {json.dumps(block)}")
                 continue
+            if not isinstance(block.get("params", {}), dict):
+                self.faults.append(f"{name}.params: must be an object, got {json.dumps(block['params'])}")
             unknown = set(block) - _BLOCK_KEYS.get(name, set(block))
             self.faults += [f"{name}.{key}: unsupported, leave it out" for key in sorted(unknown)]
 
@@ -184,7 +186,7 @@ class _Resolution:
     def _zero(self) -> None:
         zero = self.config.setdefault("zero_optimization", {})
         stage = zero.setdefault("stage", 0)
-        if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
+        if type(stage) is not int or stage not in (0, 1, 2, 3):
             self.faults.append(f"zero_optimization.stage: must be 0, 1, 2 or 3, got {json.dumps(stage)}")
             return
         for key, needed in (("offload_optimizer", 1), ("offload_param", 3)):
@@ -237,7 +239,8 @@ class _Resolution:
         self._fill(self.config, "", "gradient_accumulation_steps", value, flag)
         self.config["gradient_accumulation_steps"] = max(update_freq)
         self.config["train_micro_batch_size_per_gpu"] = 1  # DeepSpeed wants a figure, for its own log
-        self.config.setdefault("steps_per_print", 2**31)  # fairseq logs
+        if self.config.get("steps_per_print", AUTO) == AUTO:
+            self.config["steps_per_print"] = 2**31  # fairseq logs
 
     def _optimizer(self) -> None:
         optimizer, options = self.config.pop("optimizer", {}), self.cfg.optimizer
@@ -267,6 +270,15 @@ class _Resolution:
             if value != default:
                 shown = "" if value is True else f" {value}"
                 self.faults.append(f"--{field.replace('_', '-')}{shown}: unsupported with --deepspeed, {remedy}")
+
+
+def refusal(error: ValueError) -> UsageError:
+    """What to raise for pydantic's error about a block that DeepSpeed itself checks."""
+    faults = [
+        f"{error.title}: {'.'.join(map(str, e['loc']))} {json.dumps(e['input'], default=str)}: {e['msg']}"
+        for e in error.errors()
+    ]
+    return UsageError(f"--deepspeed: {'; '.join(faults)}; mend the JSON")
 
 
 def adam_options(options) -> dict:

@@ -13,7 +13,7 @@ from fairseq.optim import lr_scheduler
 from fairseq.trainer import Trainer
 from torch import Tensor, nn
 
-from ls_plugin.deepspeed.config import adam_options, stage_of
+from ls_plugin.deepspeed.config import adam_options, refusal, stage_of
 from ls_plugin.errors import UnsupportedError
 from ls_plugin.modules import TransformerDecoderLayer, TransformerEncoderLayer
 from ls_plugin.optim.resume import build_and_compare
@@ -71,6 +71,8 @@ class DeepSpeedTrainer(Trainer):
         if self._engine is not None:
             raise UnsupportedError("--deepspeed: the optimizer cannot be built anew during training; drop --deepspeed")
         deepspeed = _import_deepspeed(self.cuda, self.cfg)
+        import pydantic  # DeepSpeed needs it
+
         from ls_plugin.deepspeed import optimizer as optimizers
 
         if stage_of(self.config) == 3:
@@ -81,7 +83,10 @@ class DeepSpeedTrainer(Trainer):
         params = [p for p in self._model.parameters() if p.requires_grad]
         masters = [p.data for p in params] if self._is_half and params[0].dtype == torch.float32 else None
         adam = optimizers.PartitionAdam(params, lr=self.cfg.optimization.lr[0], **adam_options(self.cfg.optimizer))
-        self._engine, *_ = deepspeed.initialize(model=self._model, optimizer=adam, config=self.config)
+        try:
+            self._engine, *_ = deepspeed.initialize(model=self._model, optimizer=adam, config=self.config)
+        except pydantic.ValidationError as error:
+            raise refusal(error) from error
         kind = optimizers.FP16Optimizer if self._is_half else optimizers.FairseqAdam
         self._optimizer = kind(self.cfg.optimizer, self._engine, adam, params)
         if masters is not None:

@@ -230,6 +230,7 @@ def test_what_is_left_to_the_flags_comes_from_them():
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": "auto",
         "gradient_clipping": "auto",
+        "steps_per_print": "auto",
         "bf16": {"enabled": "auto"},
         "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": [0.9, 0.98], "weight_decay": "auto"}},
         "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"},
@@ -239,6 +240,7 @@ def test_what_is_left_to_the_flags_comes_from_them():
     assert json.dumps(given) == before
     assert config["gradient_accumulation_steps"] == 4
     assert config["gradient_clipping"] == 1.0
+    assert config["steps_per_print"] > 10**9
     assert config["bf16"] == {"enabled": True}
     assert config["fp16"] == {"enabled": False}
     assert config["zero_optimization"] == {"stage": 2}
@@ -269,9 +271,12 @@ CONFLICTS = [
     ({"optimizer": {"params": {"eps": 1e-6}}}, {}, ["optimizer.params.eps", "--adam-eps"]),
     ({"optimizer": {"params": {"weight_decay": 1}}}, {}, ["optimizer.params.weight_decay 1", "--weight-decay"]),
     ({"optimizer": {"params": {"adam_w_mode": False}}}, {}, ["optimizer.params.adam_w_mode"]),
+    ({"optimizer": {"params": "auto"}}, {}, ["optimizer.params: must be an object", "auto"]),
     ({"scheduler": {"type": "WarmupLR"}}, {}, ["scheduler", "--lr-scheduler"]),
     ({"curriculum_learning": {}}, {}, ["curriculum_learning: unsupported"]),
     ({"zero_optimization": {"stage": 4}}, {}, ["zero_optimization.stage", "got 4"]),
+    ({"zero_optimization": {"stage": "2"}}, {}, ["zero_optimization.stage", 'got "2"']),
+    ({"zero_optimization": {"stage": 2.0}}, {}, ["zero_optimization.stage", "got 2.0"]),
     ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, {}, ["offload_param.device", "nvme"]),
     ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, {}, ["offload_param: needs stage 3"]),
     ({"zero_optimization": {"stage": 2, "compute_grad_norm": False}}, {}, ["compute_grad_norm", "--clip-norm"]),
@@ -303,6 +308,18 @@ def test_all_conflicts_are_named_at_once():
     given = {"gradient_clipping": 2.0, "scheduler": {}, "zero_optimization": {}}
     with pytest.raises(UsageError, match=r"scheduler: .*; --store-ema: "):
         deepspeed_config.resolve(given, configuration(ema__store_ema=True))
+
+
+def test_what_deepspeed_refuses_is_told_in_one_line():
+    pydantic = pytest.importorskip("pydantic")
+
+    class Block(pydantic.BaseModel, extra="forbid"):
+        size: int = 0
+
+    with pytest.raises(pydantic.ValidationError) as caught:
+        Block(size="many", nonsense=1)
+    message = str(deepspeed_config.refusal(caught.value))
+    assert re.search(r'--deepspeed: Block: size "many": .*; Block: nonsense 1: .*', message)
 
 
 def test_files_that_are_no_configuration(tmp_path, monkeypatch):
