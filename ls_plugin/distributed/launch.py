@@ -144,10 +144,15 @@ def _prepare_cpu(job) -> int:
             "--distributed-world-size: srun's tasks on CPUs do not find each other; have srun start one torchrun on each machine, as in "
             "srun --ntasks-per-node 1 torchrun --nnodes $SLURM_NNODES --nproc_per_node N --rdzv_backend c10d --rdzv_endpoint HOST:PORT"
         )
-    if job.distributed_port <= 0:
-        with socket.socket() as probe:
-            probe.bind(("localhost", 0))
-            job.distributed_port = probe.getsockname()[1]
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch's store does
+        try:
+            probe.bind(("", max(0, job.distributed_port)))
+        except (OSError, OverflowError) as error:
+            raise UsageError(
+                f"--distributed-port {job.distributed_port}: cannot be used: {error}; give another, or drop the flag for a free one"
+            ) from error
+        job.distributed_port = probe.getsockname()[1]
     job.distributed_init_method = f"tcp://localhost:{job.distributed_port}"
     return job.distributed_world_size
 

@@ -199,7 +199,15 @@ def test_launch_on_cpus(job):
     how, training = job("--distributed-world-size 3")
     assert (how, training.distributed_backend) == ("spawn 3", "gloo")
     assert training.distributed_init_method == f"tcp://localhost:{training.distributed_port}"
-    assert job("--distributed-world-size 2 --distributed-port 4242")[1].distributed_port == 4242
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        port = taken.getsockname()[1]
+        taken.listen()
+        with pytest.raises(UsageError, match=f"--distributed-port {port}: cannot be used: .*in use"):
+            job(f"--distributed-world-size 2 --distributed-port {port}")
+    assert job(f"--distributed-world-size 2 --distributed-port {port}")[1].distributed_port == port
+    with pytest.raises(UsageError, match="--distributed-port 99999: cannot be used"):
+        job("--distributed-world-size 2 --distributed-port 99999")
     # One process a machine, as fairseq starts one a GPU.
     by_hand = "--distributed-world-size 2 --distributed-init-method tcp://elsewhere:1 --distributed-rank 1"
     assert job(by_hand)[0] == "spawn 1"
