@@ -219,9 +219,8 @@ def _import_deepspeed(on_gpu: bool, cfg):
     """
     if not on_gpu:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    os.environ.setdefault(
-        "LOCAL_RANK", str(cfg.distributed_training.device_id)
-    )  # which fairseq's own launch does not set
+    # The device that DeepSpeed takes. fairseq's own launch does not set it, so it may be left over from another job.
+    os.environ["LOCAL_RANK"] = str(cfg.distributed_training.device_id)
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 

@@ -4,10 +4,13 @@ import copy
 import functools
 import importlib.util
 import json
+import os
 import pickle
 import re
 import socket
 import sys
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 
 from ls_plugin.cli import train
 from ls_plugin.deepspeed import config as deepspeed_config
+from ls_plugin.deepspeed import trainer as deepspeed_trainer
 from ls_plugin.errors import UsageError
 
 PARITY = 1e-3  # relative, per loss
@@ -320,6 +324,19 @@ def test_what_deepspeed_refuses_is_told_in_one_line():
         Block(size="many", nonsense=1)
     message = str(deepspeed_config.refusal(caught.value))
     assert re.search(r'--deepspeed: Block: size "many": .*; Block: nonsense 1: .*', message)
+
+
+def test_the_device_is_fairseqs_whatever_another_job_has_left(monkeypatch):
+    module = SimpleNamespace(ops=SimpleNamespace(__compatible_ops__={}))
+    monkeypatch.setitem(sys.modules, "deepspeed", module)
+    monkeypatch.setitem(sys.modules, "deepspeed.accelerator", MagicMock())
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    cfg = SimpleNamespace(
+        distributed_training=SimpleNamespace(device_id=1), common=SimpleNamespace(fp16=False, bf16=False)
+    )
+    assert deepspeed_trainer._import_deepspeed(True, cfg) is module
+    assert os.environ["LOCAL_RANK"] == "1"
 
 
 def test_files_that_are_no_configuration(tmp_path, monkeypatch):
