@@ -177,8 +177,9 @@ def _digest(path: Path) -> str:
 
 
 def _files(folder: Path) -> dict[str, str]:
-    """Digests of all files under ``folder`` but the manifest, by relative name."""
-    names = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != "manifest.json")
+    """Digests of all files under ``folder`` but the manifest and logs, which hold the time, by relative name."""
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    names = (path for path in files if path.name != "manifest.json" and path.suffix != ".log")
     return {path.relative_to(folder).as_posix(): _digest(path) for path in names}
 
 

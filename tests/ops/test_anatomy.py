@@ -39,6 +39,7 @@ def test_no_op_outside_the_index():
             "__init__",
             "autograd",
             "checks",
+            "products",
             "rng",
             "dropout",
         }
