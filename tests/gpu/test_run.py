@@ -25,6 +25,7 @@ def test_says_that_there_is_no_gpu(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.longest
 def test_rehearsal_passes(tmp_path):
     done = run(tmp_path, LS_GPU_REHEARSAL="1")
     assert done.returncode == 0, done.stdout + done.stderr

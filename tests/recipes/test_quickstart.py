@@ -110,6 +110,7 @@ def quickstart(run_module, out, *flags):
 
 
 @pytest.mark.slow
+@pytest.mark.longest
 def test_all_of_it_twice(run_module, small_data, capsys):
     assert quickstart(run_module, small_data) == 0
     screen = capsys.readouterr().out

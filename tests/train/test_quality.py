@@ -115,6 +115,7 @@ def test_translation(commands, monkeypatch):
     judge(commands.data, "translation", monkeypatch)
 
 
+@pytest.mark.longest
 def test_language_model(verses, monkeypatch):
     """Stock's losses were 5.068 to 5.108, their mean 5.092, that of ls 5.088. Blind to the scale of dropout (5.067 against 5.064 for the same seed)."""
     judge(verses, "language_modeling", monkeypatch)
