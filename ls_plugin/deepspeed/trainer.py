@@ -17,6 +17,7 @@ from ls_plugin.deepspeed.config import adam_options, refusal, stage_of
 from ls_plugin.errors import UnsupportedError
 from ls_plugin.modules import TransformerDecoderLayer, TransformerEncoderLayer
 from ls_plugin.optim.resume import build_and_compare
+from ls_plugin.optim.trainer import log_memory
 from ls_plugin.rebinding import wrap
 
 logger = logging.getLogger(__name__)
@@ -153,7 +154,7 @@ class DeepSpeedTrainer(Trainer):
             self._skip()
         else:
             self.set_num_updates(self.get_num_updates() + 1)
-            self._log_memory()
+            log_memory(self)
             result = self._reduce_and_log_stats(logging_outputs, sample_size, self.optimizer.grad_norm)
         if self.cfg.common.fp16:
             metrics.log_scalar("loss_scale", self.optimizer.loss_scale, priority=700, round=4, weight=0)
@@ -196,15 +197,6 @@ class DeepSpeedTrainer(Trainer):
         logger.info(
             f"NOTE: gradient overflow, the update is skipped; the loss scale is now {self.optimizer.loss_scale}"
         )
-
-    def _log_memory(self) -> None:
-        if self.cuda and self.cuda_env is not None:
-            used = torch.cuda.max_memory_allocated() / 2**30
-            torch.cuda.reset_peak_memory_stats()
-            metrics.log_scalar("gb_free", self.cuda_env.total_memory_in_GB - used, priority=1500, round=1, weight=0)
-        period = self.cfg.common.empty_cache_freq
-        if self.cuda and period > 0 and (self.get_num_updates() + period - 1) % period == 0:
-            torch.cuda.empty_cache()
 
 
 # As for fairseq's own: a run resumes in another precision, but not with the state of another optimizer.

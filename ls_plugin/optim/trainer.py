@@ -137,7 +137,7 @@ def _step(self, samples: list, raise_oom: bool) -> Mapping | None:
     else:
         self.set_num_updates(self.get_num_updates() + 1)
         _step_ema(self)
-        _log_memory(self)
+        log_memory(self)
         output = _log(self, logging_outputs, sample_size, grad_norm)
     if self.cfg.common.fp16:
         metrics.log_scalar("loss_scale", self.optimizer.scaler.loss_scale, priority=700, round=4, weight=0)
@@ -269,7 +269,8 @@ class _Exact:
         return self._optimizer.optimizer.with_masters(self._model.state_dict())
 
 
-def _log_memory(self) -> None:
+def log_memory(self: Trainer) -> None:
+    """Logs the least free memory of the GPU during the update, and empties torch's cache as often as ``--empty-cache-freq`` says."""
     if self.cuda and self.cuda_env is not None:
         used = torch.cuda.max_memory_allocated() / 2**30
         torch.cuda.reset_peak_memory_stats()

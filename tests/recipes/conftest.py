@@ -38,3 +38,15 @@ def run_module():
         return _load("run")
     finally:
         sys.path.remove(str(QUICKSTART))
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    """Imports a script of recipes/benchmarks, and the neighbours that it imports, without the silence that it wants for itself."""
+    folder = ROOT / "recipes" / "benchmarks"
+    before = set(sys.modules)
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setattr("logging.disable", lambda level: None)
+    yield importlib.import_module
+    for name in {path.stem for path in folder.glob("*.py")} & (set(sys.modules) - before):
+        del sys.modules[name]

@@ -1,6 +1,5 @@
 """The benchmark of a training step runs, and its instruments see what they are meant to see."""
 
-import importlib
 import json
 import subprocess
 import sys
@@ -18,13 +17,8 @@ pytestmark = pytest.mark.skipif(not _library.status().loaded, reason=f"no compil
 
 
 @pytest.fixture
-def train_step(monkeypatch):
-    """train_step.py, which is a script, without the silence that it wants for itself."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    monkeypatch.setattr("logging.disable", lambda level: None)
-    yield importlib.import_module("train_step")
-    for name in ("train_step", "harness"):
-        sys.modules.pop(name, None)
+def train_step(benchmark):
+    return benchmark("train_step")
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """The benchmark of the update step runs, and lets both sides do the same work."""
 
-import importlib
 import json
 import subprocess
 import sys
@@ -18,13 +17,8 @@ pytestmark = pytest.mark.skipif(not _library.status().loaded, reason=f"no compil
 
 
 @pytest.fixture
-def update_step(monkeypatch):
-    """update_step.py, which is a script, without the silence that it wants for itself."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    monkeypatch.setattr("logging.disable", lambda level: None)
-    yield importlib.import_module("update_step")
-    for name in ("update_step", "harness", "live_bytes"):
-        sys.modules.pop(name, None)
+def update_step(benchmark):
+    return benchmark("update_step")
 
 
 def test_from_command_to_json(tmp_path):
