@@ -23,11 +23,12 @@ def _register() -> None:
     from ls_plugin import deepspeed
 
     with deepspeed.left_out():
-        from ls_plugin import checkpoint, compat, criterions, distributed, models, ops, optim  # noqa: F401
+        from ls_plugin import checkpoint, compat, criterions, distributed, memory, models, ops, optim  # noqa: F401
 
     checkpoint.install()
     compat.install()
     distributed.install()
+    memory.install()
 
 
 # The doctor must run where the checks fail: it is what tells why.
