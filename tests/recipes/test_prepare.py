@@ -70,22 +70,21 @@ def small_books(books, prepare):
 
 def test_data_is_made_cached_and_repaired(prepare, small_books, tmp_path, monkeypatch):
     monkeypatch.setattr(prepare, "read_verses", lambda: small_books)
-    train = prepare.train_sentencepiece
-    monkeypatch.setattr(prepare, "train_sentencepiece", lambda text, model: train(text, model, vocabulary=1600))
     folder, said = tmp_path / "data", []
-    manifest = prepare.prepare(folder, said.append)
+    manifest = prepare.prepare(folder, said.append, vocabulary=1600)
     assert manifest["verses"] == {"train": 400, "valid": 32, "test": 32}
     assert (folder / "bin" / "train.ja-en.en.bin").exists()
     dictionary = (folder / "bin" / "dict.en.txt").read_text(encoding="utf-8").splitlines()
     assert len(dictionary) == 1600 - 3  # sentencepiece's own <unk>, <s> and </s> are fairseq's to add
 
     said.clear()
-    assert prepare.prepare(folder, said.append) == manifest
+    assert prepare.prepare(folder, said.append, vocabulary=1600) == manifest
     assert len(said) == 1 and "unchanged" in said[0]
+    assert prepare.cached(folder, vocabulary=1700) is None
 
     (folder / "bin" / "train.ja-en.en.bin").write_bytes(b"cut short")
     said.clear()
-    assert prepare.prepare(folder, said.append)["files"] == manifest["files"]  # the same bytes again
+    assert prepare.prepare(folder, said.append, vocabulary=1600)["files"] == manifest["files"]  # the same bytes again
     assert "damaged" in said[0]
     assert not folder.with_name("data.building").exists()
 

@@ -59,7 +59,7 @@ def small_data(run_module, tmp_path_factory):
     out, patch = tmp_path_factory.mktemp("quickstart"), pytest.MonkeyPatch()
     train = data.train_sentencepiece
     patch.setattr(data, "read_verses", lambda: kept)
-    patch.setattr(data, "train_sentencepiece", lambda text, model: train(text, model, vocabulary=1600))
+    patch.setattr(data, "train_sentencepiece", lambda text, model, _: train(text, model, vocabulary=1600))
     data.prepare(out / "data", lambda _: None)
     patch.undo()
     return out

@@ -1,0 +1,243 @@
+"""The end-to-end benchmark: real commands on a little real text; floors, medians and refusals on made-up figures."""
+
+import importlib
+import json
+import re
+import sys
+
+import pytest
+
+from ls_plugin import _library
+from tests.recipes.conftest import QUICKSTART, ROOT
+from tests.recipes.test_report import update, write_record
+
+pytestmark = pytest.mark.skipif(not _library.status().loaded, reason=f"no compiled library: {_library.status().reason}")
+NEIGHBOURS = (
+    "training",
+    "training_floor",
+    "training_pictures",
+    "training_runs",
+    "training_scaling",
+    "trainings",
+    "report",
+    "prepare",
+    "harness",
+)
+
+
+@pytest.fixture(scope="module")
+def training():
+    """training.py, with the neighbours that it imports by their bare names, without the silence that it wants for itself."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr("logging.disable", lambda level: None)
+    for folder in (QUICKSTART, ROOT / "recipes" / "benchmarks"):
+        patch.syspath_prepend(str(folder))
+    yield importlib.import_module("training")
+    patch.undo()
+    for name in NEIGHBOURS:
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture(scope="module")
+def small_work(training, tmp_path_factory):
+    """Data of 400 training verses and 1,600 pieces, where the benchmark looks for its 8,000."""
+    data, work = training.runs.prepare, tmp_path_factory.mktemp("work")
+    books = data.read_verses()
+    kept = {book: books[book][:8] for book in data.VALID_BOOKS + data.TEST_BOOKS} | {"Genesis": books["Genesis"][:400]}
+    learn, patch = data.train_sentencepiece, pytest.MonkeyPatch()
+    patch.setattr(data, "read_verses", lambda: kept)
+    patch.setattr(data, "train_sentencepiece", lambda text, model, _: learn(text, model, vocabulary=1600))
+    data.prepare(work / "data-8000", lambda _: None)
+    patch.undo()
+    return work
+
+
+def test_from_the_real_commands_to_the_table(training, small_work, tmp_path, capsys, monkeypatch):
+    """Both tasks, stock and ls."""
+    monkeypatch.setattr(training.floor, "PRODUCT_SIZE", 256)
+    monkeypatch.setitem(training.harness.COPY_BYTES, "cpu", 8 << 20)
+    out = tmp_path / "training.json"
+    flags = ["--rows", "tiny", "tinyLM", "--precisions", "fp32", "--baselines", "", "--rounds", "1", "--threads", "1"]
+    assert training.main([*flags, "--work", str(small_work), "--out", str(out)]) == 0
+    screen = capsys.readouterr().out
+    content = json.loads(out.read_text())
+    assert content["rows"]["machine"]["threads"] == 1 and list(content["rows"]["results"]) == ["tiny", "tinyLM"]
+    for row in content["rows"]["results"].values():
+        assert list(row["contenders"]) == ["stock", "ls fp32"] and row["best_stock"] == "stock"
+        for figures in row["contenders"].values():
+            assert figures["updates"] == 3 and len(figures["losses"]) == 6
+            assert figures["step_ms"] > figures["floor_ms"]["all"] > 0 and figures["over_floor"] > 1
+            assert all(figures["phase_ms"][phase] > 0 for phase in ("forward", "backward", "clip", "update"))
+            assert 100 < figures["peak_rss_mib"] < 4000
+        gain = row["speedup"]["ls fp32"]["over_stock"]
+        assert gain["ratio"] > 0 and abs(gain["loss_difference"]) < 0.02 and gain["why_not"] == ""
+    assert "tiny fp32: " in screen and "over stock" in screen and "tinyLM: LM, 1 layers" in screen
+    assert out.with_suffix(".png").stat().st_size > 1000
+
+
+def test_floors_by_hand(training):
+    floor = training.floor
+    # 2 sentences of 3 source and 4 target places, 5 of these no padding; C 2, F 8, V 10
+    model, batch = floor.Model(1, 1, c=2, f=8, v=10), {"source": [2, 3], "target": [2, 4], "tokens": 5}
+    encoder = 6 * (2 * 4 * 4 + 2 * 2 * 16) + 2 * (2 * 2 * 3 * 3 * 2)  # projections and feed-forward; scores and context
+    self_attention = 8 * (2 * 4 * 4 + 2 * 2 * 16) + 2 * (
+        2 * 2 * (4 * 5 / 2) * 2
+    )  # half of causal scores, the diagonal whole
+    cross = 8 * (2 * 2 * 4) + 6 * (2 * 2 * 4) + 2 * (2 * 2 * 4 * 3 * 2)  # q and out, k and v
+    assert floor.product_flops(model, batch) == 3 * (encoder + self_attention + cross + 2 * 5 * 2 * 10)
+    alone = {"target": [2, 4], "tokens": 5}
+    assert floor.product_flops(floor.Model(0, 1, 2, 8, 10), alone) == 3 * (self_attention + 2 * 5 * 2 * 10)
+
+    moved = floor.moved_bytes(model, batch, n_params=100, precision="fp32")
+    assert moved["update"] == 100 * (4 + 4 + 4 + 4 + 16)  # norm; gradient, weight in and out, moments in and out
+    assert moved["residual"] == 4 * 9 * 2 * (6 * 3 + 8 * 4)  # with each stack's last norm
+    assert moved["activation"] == 4 * 5 * 8 * (6 + 8)
+    assert moved["attention"] == 4 * 12 * 2 * (6 + 8 + (6 + 8) / 2)
+    assert moved["loss"] == 4 * 2 * 5 * 10
+    assert floor.moved_bytes(model, batch, 100, "bf16")["loss"] == moved["loss"] / 2
+
+    rates = floor.Rates({"fp32": 1e-6, "bf16": 2e-6}, gb_per_s=1e-6)
+    once = floor.floor_ms(model, [batch], 100, "fp32", rates)
+    assert once["products"] == floor.product_flops(model, batch) and once["bytes"] == sum(moved.values())
+    assert once["all"] == once["products"] + once["bytes"]
+    twice = floor.floor_ms(model, [batch, batch], 100, "fp32", rates)  # two batches, one update
+    assert twice["bytes"] == 2 * once["bytes"] - moved["update"]
+
+
+def test_the_fastest_route_sets_the_rate(training):
+    slow_bf16 = {"torch.mm fp32": 140.0, "oneDNN fp32": 120.0, "torch.mm bf16": 3.0}
+    assert training.floor.rates_of(slow_bf16, 20.0).gflop_per_s == {"fp32": 140.0, "bf16": 140.0}
+    fast_bf16 = {"torch.mm fp32": 200.0, "oneDNN fp32": 400.0, "oneDNN bf16": 800.0}
+    assert training.floor.rates_of(fast_bf16, 20.0).gflop_per_s == {"fp32": 400.0, "bf16": 800.0}
+
+
+def made_up(training, folder, kind, speed=1.0, loss=None, slow=(), batches=None):
+    """A record of 13 updates at this speed, but ten times as slow at some."""
+    entries = [update(n, speed / (10 if n in slow else 1), loss) for n in range(1, 14)]
+    for entry in entries:
+        entry["phase_ms"] = {phase: entry["step_ms"] / 5 for phase in training.runs.records.PHASES}
+        entry["batches"] = batches or [{"source": [8, 100], "target": [9, 100], "tokens": 900}]
+    write_record(folder / "record.jsonl", kind, entries)
+    return training.runs.records.read_run(folder / "record.jsonl")
+
+
+def test_medians_of_what_is_timed(training, tmp_path):
+    runs = training.runs
+    stock = [made_up(training, tmp_path / "1", "stock", slow=(1, 2, 3, 5)), made_up(training, tmp_path / "2", "stock")]
+    ours = [made_up(training, tmp_path / "3", "ls", speed=2.0, slow=(1, 2, 3, 7))]
+    assert runs.figures(stock[:1]).step_ms == 152.0 and runs.figures(stock[:1]).updates == 10
+    assert runs.step_ms(stock)[1] == pytest.approx((1520 + 152) / 2) and runs.step_ms(stock)[2] == 152.0
+    gain = runs.speedup(stock, ours)
+    assert gain.ratio == pytest.approx(2.0) and gain.why_not == ""
+    assert runs.best({"stock": stock, "stock+medium": ours, "stock+compile": stock, "ls fp32": ours}) == "stock+medium"
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        ({"loss": 14.0}, r"losses part by \+\d\.\d\d%, tolerance 2%"),
+        ({"loss": float("nan")}, "losses part by"),
+        ({"batches": [{"source": [8, 90], "target": [9, 100], "tokens": 900}]}, "they had other batches"),
+    ],
+)
+def test_no_speed_up_is_claimed_of_another_training(training, tmp_path, changes, reason):
+    stock = made_up(training, tmp_path / "stock", "stock")
+    ours = made_up(training, tmp_path / "ls", "ls", speed=2.0, **changes)
+    gain = training.runs.speedup([stock], [ours])
+    assert gain.ratio is None
+    assert re.match(reason, gain.why_not)
+    table = training.Table(training.floor.Rates({"fp32": 100.0, "bf16": 100.0}, 10.0))
+    for contender, run in (("stock", stock), ("ls", ours)):
+        table.add(training.runs.ROWS["S"], training.runs.Contender(contender), run)
+    (line,) = training.verdicts(table.results())
+    assert line == f"S fp32: no speed-up is claimed: {gain.why_not}"
+    # A variant of stock that trains otherwise is not the best of stock, however fast.
+    assert training.runs.best({"stock": [stock], "stock+compile": [ours]}) == "stock"
+
+
+def test_contenders_take_turns(training):
+    a, b, c = training.runs.STOCK, training.runs.Contender("ls"), training.runs.Contender("stock", "medium")
+    turns = [(index, contender.name) for index, contender in training.order([a, b, c], 2)]
+    assert turns == [(1, "stock"), (1, "ls fp32"), (1, "stock+medium"), (2, "ls fp32"), (2, "stock")]
+
+
+def test_what_the_rows_train(training, tmp_path):
+    runner = training.runs.Runner(tmp_path, threads=2, seed=5)
+    runner.made = {(8000, False): tmp_path / "bin", (32_000, True): tmp_path / "english"}
+    rows, Contender = training.runs.ROWS, training.runs.Contender
+    stock, ours = (
+        runner.command(rows["S"], contender, tmp_path / "r", 9)
+        for contender in (Contender("stock", "medium+fused_adam"), Contender("ls", precision="bf16"))
+    )
+    assert stock[stock.index("--stock-with") + 1] == "medium+fused_adam" and "--bf16" in ours
+    for command in (stock, ours):
+        for flag, value in (("--clip-norm", "1.0"), ("--seed", "5"), ("--max-tokens", "1024"), ("--max-update", "9")):
+            assert command[command.index(flag) + 1] == value
+        for name in ("dropout", "attention-dropout", "activation-dropout"):
+            assert command[command.index(f"--{name}") + 1] == "0.1"
+    lm = runner.command(rows["LM"], Contender("ls"), tmp_path / "r", 9)
+    assert {"ls_transformer_lm", "ls_cross_entropy", "language_modeling", str(tmp_path / "english")} <= set(lm)
+
+
+def test_a_failed_run_says_why_and_the_others_go_on(training, small_work, tmp_path, monkeypatch, capsys):
+    runner = training.runs.Runner(small_work, threads=1)
+    monkeypatch.setattr(runner, "command", lambda *_: [sys.executable, "-c", "raise SystemExit('no such luck')"])
+    args = training.parse_arguments(["--rows", "tiny", "--baselines", "", "--rounds", "1"])
+    rates = training.floor.Rates({"fp32": 100.0, "bf16": 100.0}, 10.0)
+    training.measure_table(args, runner, rates, lambda **_: pytest.fail("nothing has run"))
+    screen = capsys.readouterr().out
+    assert screen.count("ended with status 1; the end of") == 3 and "| no such luck" in screen
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--precisions", "fp8"], "unknown precision fp8; choose from fp32, bf16"),
+        (["--baselines", "medium+apex"], "unknown baseline apex; choose from medium, fused_adam, compile"),
+        (["--rounds", "0"], "--rounds must be at least 1, got 0"),
+        (["--updates", "1"], "--updates must be at least 2, got 1"),
+        (["--out", "nowhere/t.json"], "there is no folder nowhere"),
+    ],
+)
+def test_refuses_what_it_cannot_do(training, capsys, flags, words):
+    with pytest.raises(SystemExit) as stopped:
+        training.parse_arguments(flags)
+    assert stopped.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_growth_is_compared_at_every_step(training, tmp_path):
+    scaling = training.scaling
+    along = scaling.rows()["tokens per batch"]
+    assert [row.max_tokens for row in along] == [256, 512, 1024, 2048, 4096, 8192] and along[2].name == "S"
+
+    def measured(step_ms_of_ls):
+        """Stock takes 152 ms a step at the first size and adds 152 at each; memory is equal."""
+        return {
+            row.name: {
+                "stock": [made_up(training, tmp_path / f"s{i}-{id(step_ms_of_ls)}", "stock", speed=1 / (i + 1))],
+                "ls fp32": [made_up(training, tmp_path / f"l{i}-{id(step_ms_of_ls)}", "ls", speed=152 / ms)],
+            }
+            for i, (row, ms) in enumerate(zip(along, step_ms_of_ls, strict=False))
+        }
+
+    curves = scaling.curves(measured([100, 200, 300]))
+    assert [point["size"] for point in curves["tokens per batch"]] == [256, 512, 1024]
+    assert [point["size"] for point in curves["vocabulary"]] == [8000]  # S again
+    steps = scaling.growth(curves)
+    assert len(steps) == 4 and "no worse than stock's at any of the 4 steps" in scaling.verdict(steps)[0]
+    first, *lines = scaling.verdict(scaling.growth(scaling.curves(measured([100, 200, 353]))))
+    assert "WORSE than stock's at 1 of 4 steps" in first
+    assert lines == ["  time, tokens per batch 512 to 1,024: ls adds 153 ms, stock 152"]
+    training.pictures.draw_scaling(curves, "here", tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").stat().st_size > 1000
+
+
+def test_inference_is_compared_by_batch(training):
+    Inference = training.runs.Inference
+    stock = [Inference([100.0, 300.0], [["H-0", "a b"], ["H-1", "c"]]), Inference([120.0, 900.0], [])]
+    ours = [Inference([50.0, 100.0], [["H-0", "a b"], ["H-1", "d"]]), Inference([50.0, 130.0], [])]
+    (result,) = training.inference_results(
+        {"generate": {"stock": stock, "ls": ours}, "validate": {"stock": stock, "ls": []}}
+    ).values()
+    assert result["seconds"] == pytest.approx({"stock": 0.110 + 0.600, "ls": 0.050 + 0.115})
+    assert result["speedup"] == pytest.approx(0.710 / 0.165) and (result["differing"], result["results"]) == (1, 2)
