@@ -5,6 +5,7 @@ from fairseq.models.transformer import TransformerEncoderBase
 from torch import Tensor
 
 from ls_plugin import host
+from ls_plugin.models import module_tree
 from ls_plugin.models.wrapping import wrap_layer
 from ls_plugin.modules import TransformerEncoderLayer, use_fused_modules
 from ls_plugin.modules.embedding import can_be_one_op, position_table
@@ -24,6 +25,9 @@ class LightSeqTransformerEncoder(TransformerEncoderBase):
 
     def build_encoder_layer(self, cfg):
         return wrap_layer(TransformerEncoderLayer(cfg, return_fc=self.return_fc), cfg)
+
+    def set_num_updates(self, num_updates: int) -> None:
+        module_tree.set_num_updates(self, num_updates)
 
     def forward_scriptable(
         self,

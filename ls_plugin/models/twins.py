@@ -15,6 +15,7 @@ from fairseq.models import (
 )
 
 from ls_plugin.checkpoint import models_as_twins
+from ls_plugin.models import module_tree
 from ls_plugin.models.unsupported import refuse_unsupported
 from ls_plugin.modules import TokenEmbedding
 from ls_plugin.modules.embedding import is_plain_embedding
@@ -57,6 +58,12 @@ class Twin:
         """As fairseq's, for checkpoints of either: the models come as ``ls_`` models, also where a stock model was saved."""
         with models_as_twins():
             return super().from_pretrained(*args, **kwargs)
+
+    def train(self, mode: bool = True):
+        return self if module_tree.are_all_in_mode(self, mode) else super().train(mode)
+
+    def set_num_updates(self, num_updates: int) -> None:
+        module_tree.set_num_updates(self, num_updates)
 
 
 def fused_embedding(embedding):

@@ -56,6 +56,7 @@ def install() -> None:
     mixed_precision.install()
     wrap(Trainer, "_build_optimizer", _build_optimizer)
     wrap(Trainer, "train_step", _train_step)
+    wrap(Trainer, "_set_seed", _set_seed)
     wrap(Trainer, "state_dict", _state_dict)
     wrap(Trainer, "load_checkpoint", _load_checkpoint)
     wrap(Trainer, "lr_step", _lr_step)
@@ -143,6 +144,14 @@ def _step(self, samples: list, raise_oom: bool) -> Mapping | None:
         metrics.log_scalar("loss_scale", self.optimizer.scaler.loss_scale, priority=700, round=4, weight=0)
     metrics.log_stop_time("train_wall")
     return output
+
+
+def _set_seed(stock, self) -> None:
+    """Stock's; on a CPU without the generators of all other devices, for which torch formats the stack that a late start would need."""
+    if _is_ours(self) and self.device.type == "cpu":
+        torch.default_generator.manual_seed(self.cfg.common.seed + self.get_num_updates())
+    else:
+        stock(self)
 
 
 def _accumulate(self, samples: list, raise_oom: bool) -> tuple[list[dict], float | Tensor, bool] | None:

@@ -174,3 +174,14 @@ def test_what_is_frozen_stays_of_16_bits_when_a_checkpoint_is_loaded(make_traine
     assert all(torch.equal(a, b) for a, b in zip(weights(trainer), weights(resumed), strict=True))
     for model in (resumed.get_model(), resumed.ema.get_model()):
         assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("names", ["stock", "ours"])
+def test_each_update_seeds_torch_by_its_number(make_trainer, names):
+    trainer = make_trainer(names)
+    for n_updates in (0, 3):
+        trainer.set_num_updates(n_updates)
+        trainer._set_seed()
+        drawn = torch.rand(4)
+        torch.manual_seed(trainer.cfg.common.seed + n_updates)
+        assert torch.equal(drawn, torch.rand(4))
