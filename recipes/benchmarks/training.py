@@ -7,7 +7,8 @@ Each run is fairseq-train or lightseq-train in a fresh process, with dropout 0.1
 text (``recipes/quickstart/prepare.py``) which are the same for all, since the seed is. Contenders take turns, in every second round in reverse; the
 baselines, which only serve to find the best of stock, run in the first round. On a CPU stock cannot train in bf16, so ls in bf16 is held against stock's fp32.
 
-    stock+medium      torch.set_float32_matmul_precision("medium")     stock+compile   torch.compile of model and loss; ended after a limit
+    stock+medium      torch.set_float32_matmul_precision("medium")     stock+compile   torch.compile of layers and loss; ended after a limit, not
+                                                                       tried where a smaller row gained nothing
     stock+fused_adam  torch.optim.AdamW(fused=True)                     best stock      the fastest of these and stock itself
     step              median over the updates, the first few left out; spread: quartiles
     speed-up          median over the updates of the ratio on the same batch, with quartiles; none is named where losses part by more than a tolerance
@@ -57,12 +58,11 @@ GOALS = {
 GOALS_OVER_BEST = {"fp32": 1.5, "bf16": 2.5}
 GOAL_OVER_FLOOR = 1.3
 STARTUP_S, COMPILE_S = 8.0, 90.0  # first guesses; what was measured replaces the rest
-GUESSED_LENGTH = 32
 GUESS_OVER_PRODUCTS = {"stock": 2.2, "ls": 1.4}
 NEVER = "-"
-# A model after so few updates does not know when to stop. The test text has 1.28 English pieces for a Japanese one.
+# A model after so few updates does not know when to stop. The text has 1.3 English pieces for a Japanese one.
 INFERENCE_UPDATES = 60
-GENERATE = ["--gen-subset", "test", "--num-shards", "4", "--shard-id", "0", "--beam", "4", "--max-tokens", "4000"]
+GENERATE = ["--gen-subset", "valid", "--beam", "4", "--max-tokens", "4000"]
 GENERATE += ["--max-len-a", "1.4", "--max-len-b", "10", "--required-batch-size-multiple", "1", "--num-workers", "0"]
 VALIDATE = ["--valid-subset", "valid", "--max-tokens", "2048", "--required-batch-size-multiple", "1"]
 VALIDATE += ["--num-workers", "0"]
@@ -74,21 +74,18 @@ Turn = tuple[runs.Row, int, runs.Contender]  # with the number of the round
 class Clock:
     """How long the runs that are left will take: by the steps of like runs, and before there are any by the products' FLOPs."""
 
-    def __init__(self, rates: floor.Rates) -> None:
-        self.rates = rates
+    def __init__(self, rates: floor.Rates, updates: int | None) -> None:
+        self.rates, self.updates = rates, updates
         self.measured: dict[tuple[runs.Row, str], float] = {}  # ms
         self.left: list[tuple[runs.Row, runs.Contender]] = []  # the first one may be running
 
     def step_ms(self, row: runs.Row, contender: runs.Contender) -> float:
         if (row, contender.kind) in self.measured:
             return self.measured[row, contender.kind]
-        shape = [max(1, row.max_tokens // GUESSED_LENGTH), GUESSED_LENGTH]
-        batch = {"target": shape, "tokens": row.max_tokens} | ({} if row.language_model else {"source": shape})
-        flops = floor.product_flops(row.model, batch)
-        return 30 + GUESS_OVER_PRODUCTS[contender.kind] * flops / self.rates.gflop_per_s["fp32"] / 1e6
+        return 30 + GUESS_OVER_PRODUCTS[contender.kind] * row.size / self.rates.gflop_per_s["fp32"] / 1e6
 
     def run_s(self, row: runs.Row, contender: runs.Contender) -> float:
-        n_updates = runs.WARM_UP_UPDATES + row.updates
+        n_updates = runs.WARM_UP_UPDATES + (self.updates or row.updates)
         return STARTUP_S + contender.compiles * COMPILE_S + n_updates * self.step_ms(row, contender) / 1e3
 
     def told(self, fraction: float = 0.0) -> str:
@@ -123,6 +120,20 @@ class Table:
 
     def refuse(self, row: runs.Row, contender: runs.Contender, reason: str) -> None:
         self.why_not.setdefault(row.name, {})[contender.name] = reason
+
+    def why_not_compile(self, row: runs.Row) -> str:
+        """Why torch.compile is not tried on this row: it was no faster on one with fewer products, where there is more for it to gain. Or ""."""
+        for name in self.runs:
+            other = runs.ROWS.get(name)
+            if other is None or other.language_model != row.language_model or other.size >= row.size:
+                continue
+            for contender in (c for c in (*self.runs[name], *self.why_not.get(name, {})) if "compile" in c):
+                if contender not in self.runs[name]:
+                    return f"not tried: on {name} {self.why_not[name][contender]}"
+                gain = runs.speedup(self.runs[name]["stock"], self.runs[name][contender])
+                if gain.ratio is None or gain.ratio <= 1:
+                    return f"not tried: on {name} {gain.why_not or f'{gain.ratio:.2f}x as fast as stock'}"
+        return ""
 
     def result(self, name: str) -> dict:
         """What is known of a row: contenders, the best of stock, comparisons."""
@@ -163,13 +174,17 @@ def run_turns(
     turns: list[Turn], runner: runs.Runner, table: Table, save: Callable[[], None], updates: int | None
 ) -> None:
     """Runs all into the table, with progress; ``save`` is called after each."""
-    display, clock = trainings.Display(), Clock(table.rates)
+    display, clock = trainings.Display(), Clock(table.rates, updates)
     for row in {(row.vocabulary, row.language_model): row for row, _, _ in turns}.values():
         runner.data(row)
     clock.left = [(row, contender) for row, _, contender in turns]
     display.say(f"{len(turns)} runs, {clock.told()}")
     for row, index, contender in turns:
         label = f"{row.name}, {contender.name}, round {index}"
+        if contender.compiles and (reason := table.why_not_compile(row)):
+            table.refuse(row, contender, reason)
+            clock.left.pop(0)
+            continue
         with display.task(label) as show:
 
             def told(done: float, note: str, show=show) -> None:

@@ -21,6 +21,7 @@ import torch
 
 PRODUCT_SIZE = 2048
 PRODUCT_TRIES = 9
+SCALAR_GFLOP_PER_S = 10.0
 RESIDUAL_PASSES, ACTIVATION_PASSES, ATTENTION_PASSES, EMBEDDING_PASSES, LOSS_PASSES = 4 + 5, 2 + 3, 4 + 8, 2 + 3, 2
 # As update_step.py counts them.
 UPDATE_BYTES = {"fp32": 4 + 28, "bf16": 2 + 26}
@@ -99,32 +100,30 @@ def floor_ms(model: Model, batches: list[dict], n_params: int, precision: str, r
 
 def product_rates(n: int) -> dict[str, float]:
     """Route -> GFLOP/s of an n x n x n product, the best of PRODUCT_TRIES, with the threads that torch has."""
+    routes = {
+        "torch.mm": torch.mm,
+        "oneDNN": lambda a, b: torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], ""),
+    }
     found = {}
     for precision, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-        a, b = torch.randn(n, n).to(dtype), torch.randn(n, n).to(dtype)
-        routes = {
-            "torch.mm": lambda a=a, b=b: torch.mm(a, b),
-            "oneDNN": lambda a=a, b=b: torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], ""),
-        }
         for name, product in routes.items():
             try:
-                rate = _rate(product, 2.0 * n**3)
+                rate = _rate(product, n // 8, dtype)
+                # bf16 in scalar loops, as torch.mm has it on some processors, would take minutes, and is no candidate.
+                found[f"{name} {precision}"] = rate if rate < SCALAR_GFLOP_PER_S else _rate(product, n, dtype)
             except RuntimeError:  # a torch without oneDNN, or a processor that it has no bf16 for
                 continue
-            found[f"{name} {precision}"] = rate
     return found
 
 
-def _rate(product, flops: float) -> float:
-    best = float("inf")
-    for index in range(PRODUCT_TRIES):
+def _rate(product, n: int, dtype: torch.dtype) -> float:
+    a, b = torch.randn(n, n).to(dtype), torch.randn(n, n).to(dtype)
+    seconds = []
+    for _ in range(PRODUCT_TRIES):
         begin = time.perf_counter()
-        product()
-        elapsed = time.perf_counter() - begin
-        best = min(best, elapsed)
-        if index == 0 and elapsed > 2.0:  # scalar loops: no candidate, and the rest would take half a minute
-            break
-    return flops / best / 1e9
+        product(a, b)
+        seconds.append(time.perf_counter() - begin)
+    return 2.0 * n**3 / min(seconds) / 1e9
 
 
 def rates_of(product_rates: dict[str, float], gb_per_s: float) -> Rates:

@@ -57,6 +57,14 @@ class Row:
         encoder_layers = 0 if self.language_model else self.layers
         return training_floor.Model(encoder_layers, self.layers, self.width, 4 * self.width, self.vocabulary)
 
+    @property
+    def size(self) -> float:
+        """FLOPs of an update's products, roughly."""
+        length = 32
+        shape = [max(1, self.max_tokens // length), length]
+        source = {} if self.language_model else {"source": shape}
+        return training_floor.product_flops(self.model, {**source, "target": shape, "tokens": self.max_tokens})
+
     def flags(self) -> list[str]:
         """Of model and batches, the same for every contender but for the names in ``Contender.flags``."""
         sides = ("decoder",) if self.language_model else ("encoder", "decoder")

@@ -222,6 +222,11 @@ def compiled() -> None:
         for side in (getattr(model, "encoder", None), model.decoder):
             for layer in side.layers if side is not None else ():
                 layer.compile(dynamic=True)
+        for module in model.modules():
+            if hasattr(module, "_incremental_state_id"):  # read in training, though of use in decoding alone
+                module._incremental_state_id = (
+                    "any"  # its own id in each layer would make each a compilation of its own
+                )
         return model
 
     FairseqTask.build_model = build_and_compile
