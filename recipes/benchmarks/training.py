@@ -26,6 +26,7 @@ import dataclasses
 import json
 import logging
 import re
+import signal
 import statistics
 import sys
 import time
@@ -64,7 +65,16 @@ NEVER = "-"
 INFERENCE_UPDATES = 60
 GENERATE = ["--gen-subset", "valid", "--beam", "4", "--max-tokens", "4000"]
 GENERATE += ["--max-len-a", "1.4", "--max-len-b", "10", "--required-batch-size-multiple", "1", "--num-workers", "0"]
-VALIDATE = ["--valid-subset", "valid", "--max-tokens", "2048", "--required-batch-size-multiple", "1"]
+VALIDATE = [
+    "--task",
+    "translation",
+    "--valid-subset",
+    "valid",
+    "--max-tokens",
+    "2048",
+    "--required-batch-size-multiple",
+    "1",
+]
 VALIDATE += ["--num-workers", "0"]
 
 
@@ -125,7 +135,12 @@ class Table:
         """Why torch.compile is not tried on this row: it was no faster on one with fewer products, where there is more for it to gain. Or ""."""
         for name in self.runs:
             other = runs.ROWS.get(name)
-            if other is None or other.language_model != row.language_model or other.size >= row.size:
+            if (
+                "stock" not in self.runs[name]
+                or other is None
+                or other.language_model != row.language_model
+                or other.size >= row.size
+            ):
                 continue
             for contender in (c for c in (*self.runs[name], *self.why_not.get(name, {})) if "compile" in c):
                 if contender not in self.runs[name]:
@@ -413,7 +428,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs what is asked for; the exit status: 0, 130 after Ctrl-C."""
+    """Runs what is asked for; the exit status: 0, 1 without data or a checkpoint, 130 after Ctrl-C. What has run is told in any case."""
     args = parse_arguments(arguments)
     from rich.console import Console
 
@@ -455,6 +470,9 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted; what follows is of what had run")
         status = 130
+    except (runs.RunError, runs.prepare.DataError) as error:
+        print(f"training: {error}", file=sys.stderr)
+        status = 1
     title = f"{machine['processor']}, {args.threads} threads, torch {machine['torch']}, {machine['commit']}"
     tell(found, args, title, console)
     print(f"{(time.monotonic() - began) / 60:.1f} minutes")
@@ -490,4 +508,5 @@ def tell(found: dict, args: argparse.Namespace, title: str, console) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's stop is a Ctrl-C
     sys.exit(main())

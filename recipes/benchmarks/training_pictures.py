@@ -68,11 +68,13 @@ def draw_scaling(curves: dict[str, list[dict]], title: str, path: Path) -> None:
                 values = [scale * point[measure][kind] for point in points]
                 axis.plot(sizes, values, label=kind, markersize=4, **style)
             axis.set_xscale("log", base=2)
-            axis.set_yscale("log", base=2)
+            if measure == "step_ms":
+                axis.set_yscale("log", base=2)
             axis.set_xticks(sizes, [f"{n:,}" for n in sizes], fontsize=8)
             axis.xaxis.set_minor_locator(ticker.NullLocator())
             axis.yaxis.set_major_formatter(ticker.FormatStrFormatter("%.4g"))
             axis.grid(alpha=0.3)
+        axes[1][column].set_ylim(bottom=0)
         axes[1][column].set_xlabel(axis_name)
     axes[0][0].set_ylabel("s per update, median")
     axes[1][0].set_ylabel("peak memory of the process, GiB")

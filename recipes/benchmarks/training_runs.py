@@ -27,7 +27,7 @@ import trainings  # noqa: E402
 
 WARM_UP_UPDATES = 3  # not timed: first touch of memory, start of threads, compilation
 LEAST_TIMED_UPDATES = 2
-LIMIT_S = 180  # of a run with torch.compile: its compilation and its updates
+LIMIT_S = 240  # of a run with torch.compile: its compilation and its updates
 LM_BLOCK = 256  # tokens of a sample of a language model at most, whole verses
 POLL_S = 0.1
 # Dropout masks differ between contenders, so losses agree only as far as those of two seeds. Relative; of the mean of the last quarter of the updates.
@@ -49,7 +49,7 @@ class Row:
 
     @property
     def title(self) -> str:
-        layers = f"LM, {self.layers}" if self.language_model else f"{self.layers}+{self.layers}"
+        layers = f"{self.layers}" if self.language_model else f"{self.layers}+{self.layers}"
         return f"{layers} layers, C {self.width}, V {self.vocabulary:,}, {self.max_tokens:,} tokens"
 
     @property

@@ -52,18 +52,20 @@ def small_work(training, tmp_path_factory):
     return work
 
 
+@pytest.mark.slow
 def test_from_the_real_commands_to_the_table(training, small_work, tmp_path, capsys, monkeypatch):
-    """Both tasks, stock and ls."""
+    """Both tasks, stock and ls, and stock with more."""
     monkeypatch.setattr(training.floor, "PRODUCT_SIZE", 256)
     monkeypatch.setitem(training.harness.COPY_BYTES, "cpu", 8 << 20)
     out = tmp_path / "training.json"
-    flags = ["--rows", "tiny", "tinyLM", "--precisions", "fp32", "--baselines", "", "--rounds", "1", "--threads", "1"]
+    flags = ["--rows", "tiny", "tinyLM", "--precisions", "fp32", "--baselines", "medium+fused_adam"]
+    flags += ["--rounds", "1", "--threads", "1"]
     assert training.main([*flags, "--work", str(small_work), "--out", str(out)]) == 0
     screen = capsys.readouterr().out
     content = json.loads(out.read_text())
     assert content["rows"]["machine"]["threads"] == 1 and list(content["rows"]["results"]) == ["tiny", "tinyLM"]
     for row in content["rows"]["results"].values():
-        assert list(row["contenders"]) == ["stock", "ls fp32"] and row["best_stock"] == "stock"
+        assert list(row["contenders"]) == ["stock", "ls fp32", "stock+medium+fused_adam"] and row["why_not"] == {}
         for figures in row["contenders"].values():
             assert figures["updates"] == 3 and len(figures["losses"]) == 6
             assert figures["step_ms"] > figures["floor_ms"]["all"] > 0 and figures["over_floor"] > 1
@@ -71,7 +73,7 @@ def test_from_the_real_commands_to_the_table(training, small_work, tmp_path, cap
             assert 100 < figures["peak_rss_mib"] < 4000
         gain = row["speedup"]["ls fp32"]["over_stock"]
         assert gain["ratio"] > 0 and abs(gain["loss_difference"]) < 0.02 and gain["why_not"] == ""
-    assert "tiny fp32: " in screen and "over stock" in screen and "tinyLM: LM, 1 layers" in screen
+    assert "tiny fp32: " in screen and "over stock" in screen and "tinyLM: 1 layers" in screen
     assert out.with_suffix(".png").stat().st_size > 1000
 
 
@@ -159,6 +161,66 @@ def test_contenders_take_turns(training):
     a, b, c = training.runs.STOCK, training.runs.Contender("ls"), training.runs.Contender("stock", "medium")
     turns = [(index, contender.name) for index, contender in training.order([a, b, c], 2)]
     assert turns == [(1, "stock"), (1, "ls fp32"), (1, "stock+medium"), (2, "ls fp32"), (2, "stock")]
+
+
+def test_compile_is_not_tried_where_a_smaller_row_gained_nothing(training, tmp_path):
+    rows, compiled = training.runs.ROWS, training.runs.Contender("stock", "compile")
+    table = training.Table(training.floor.Rates({"fp32": 100.0, "bf16": 100.0}, 10.0))
+    assert table.why_not_compile(rows["S"]) == ""
+    table.add(rows["S"], training.runs.STOCK, made_up(training, tmp_path / "1", "stock"))
+    table.add(rows["S"], compiled, made_up(training, tmp_path / "2", "stock", speed=0.8))
+    assert table.why_not_compile(rows["B"]) == "not tried: on S 0.80x as fast as stock"
+    assert table.why_not_compile(rows["S256"]) == table.why_not_compile(rows["LM"]) == ""  # smaller; another task
+    table.runs["S"][compiled.name] = [made_up(training, tmp_path / "3", "stock", speed=1.25)]
+    assert table.why_not_compile(rows["B"]) == ""
+    del table.runs["S"][compiled.name]
+    table.refuse(rows["S"], compiled, "torch.compile: 0 updates in 240 s")
+    assert table.why_not_compile(rows["B"]) == "not tried: on S torch.compile: 0 updates in 240 s"
+
+
+def test_compile_takes_layers_and_loss(training, monkeypatch):
+    from fairseq.criterions.cross_entropy import CrossEntropyCriterion
+    from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEntropyCriterion
+    from fairseq.tasks.fairseq_task import FairseqTask
+    from torch import nn
+
+    model = nn.Module()
+    model.decoder = nn.Module()
+    model.decoder.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+    for layer in model.decoder.layers:
+        layer._incremental_state_id = str(id(layer))
+    monkeypatch.setattr(FairseqTask, "build_model", lambda task: model)
+    before = {}
+    for criterion in (CrossEntropyCriterion, LabelSmoothedCrossEntropyCriterion):
+        before[criterion] = criterion.compute_loss
+        monkeypatch.setattr(criterion, "compute_loss", criterion.compute_loss)  # and back
+    monkeypatch.syspath_prepend(str(QUICKSTART))
+    importlib.import_module("timed_train").compiled()
+    assert all(layer._compiled_call_impl is not None for layer in FairseqTask.build_model(None).decoder.layers)
+    assert len({layer._incremental_state_id for layer in model.decoder.layers}) == 1
+    assert all(criterion.compute_loss is not loss for criterion, loss in before.items())
+
+
+def test_an_interrupt_leaves_what_was_measured(training, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(training.floor, "PRODUCT_SIZE", 64)
+    monkeypatch.setitem(training.harness.COPY_BYTES, "cpu", 1 << 20)
+    done = [made_up(training, tmp_path, "stock")]
+
+    def run(*_):
+        if not done:
+            raise KeyboardInterrupt
+        return done.pop()
+
+    monkeypatch.setattr(training.runs.Runner, "run", run)
+    monkeypatch.setattr(training.runs.Runner, "data", lambda *_: tmp_path)
+    out = tmp_path / "t.json"
+    out.write_text('{"inference": {"results": {}}}')
+    flags = ["--rows", "S", "--threads", "1", "--work", str(tmp_path / "work"), "--out", str(out)]
+    assert training.main(flags) == 130
+    content = json.loads(out.read_text())
+    assert list(content["rows"]["results"]["S"]["contenders"]) == ["stock"] and "inference" in content
+    screen = capsys.readouterr().out
+    assert "interrupted" in screen and "S: 3+3 layers" in screen and out.with_suffix(".png").exists()
 
 
 def test_what_the_rows_train(training, tmp_path):
