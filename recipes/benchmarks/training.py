@@ -436,10 +436,12 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_num_threads(args.threads)
     machine = harness.machine(torch.device("cpu"))
     product_rates = floor.product_rates(floor.PRODUCT_SIZE)
+    fma_peak = floor.fma_peak(args.threads)
     bandwidth = dataclasses.asdict(harness.measure_bandwidth(torch.device("cpu")))
     rates = floor.rates_of(product_rates, max(bandwidth["copy_"], bandwidth["memmove"]))
     console.print(", ".join(f"{key} {value}" for key, value in machine.items()), markup=False)
     told = [f"{name} {rate:,.0f}" for name, rate in product_rates.items()]
+    told.append(f"fp32 multiply-adds alone {fma_peak or float('nan'):,.0f}")
     console.print(f"products, GFLOP/s: {', '.join(told)}; copy, GB/s: {rates.gb_per_s:.1f}", markup=False)
     content = json.loads(args.out.read_text()) if args.out and args.out.exists() else {}
     runner = runs.Runner(args.work, args.threads, args.seed)
@@ -452,6 +454,7 @@ def main(arguments: list[str] | None = None) -> int:
             content[name] = {
                 "machine": machine,
                 "product_gflop_per_s": product_rates,
+                "fma_gflop_per_s": fma_peak,
                 "bandwidth_gb_per_s": bandwidth,
                 "rounds": args.rounds,
                 "seed": args.seed,

@@ -14,8 +14,12 @@ only the half that is used. Forward and twice as much backward. Bytes that must 
 from __future__ import annotations
 
 import dataclasses
+import os
 import statistics
+import subprocess
+import tempfile
 import time
+from pathlib import Path
 
 import torch
 
@@ -124,6 +128,21 @@ def _rate(product, n: int, dtype: torch.dtype) -> float:
         product(a, b)
         seconds.append(time.perf_counter() - begin)
     return 2.0 * n**3 / min(seconds) / 1e9
+
+
+def fma_peak(threads: int) -> float | None:
+    """GFLOP/s of fp32 multiply-adds in registers (fma_peak.cpp), which no product can pass; None without a compiler that can build it."""
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder) / "fma_peak"
+        source = str(Path(__file__).with_name("fma_peak.cpp"))
+        try:
+            build = ["c++", "-O3", "-march=native", "-fopenmp", source, "-o", str(program)]
+            subprocess.run(build, check=True, capture_output=True)
+            environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+            done = subprocess.run([str(program)], check=True, capture_output=True, text=True, env=environment)
+        except (OSError, subprocess.CalledProcessError):
+            return None
+    return float(done.stdout)
 
 
 def rates_of(product_rates: dict[str, float], gb_per_s: float) -> Rates:
