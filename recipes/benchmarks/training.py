@@ -359,7 +359,7 @@ def verdicts(results: dict[str, dict]) -> list[str]:
                 continue
             measured = [
                 ("over stock", over["ratio"], GOALS[precision].get(name), True),
-                (f"over {row['best_stock']}", best["ratio"], GOALS_OVER_BEST[precision], True),
+                (f"over the best, {row['best_stock']}", best["ratio"], GOALS_OVER_BEST[precision], True),
                 ("of the floor", row["contenders"][f"ls {precision}"]["over_floor"], GOAL_OVER_FLOOR, False),
             ]
             told = [
@@ -367,7 +367,10 @@ def verdicts(results: dict[str, dict]) -> list[str]:
                 for what, value, goal, more in measured
                 if goal is not None
             ]
-            lines.append(f"{name} {precision}: {', '.join(told)}; losses differ by {over['loss_difference']:+.2%}")
+            spread = max(row["contenders"][side]["run_spread"] for side in ("stock", f"ls {precision}"))
+            lines.append(
+                f"{name} {precision}: {', '.join(told)}; losses differ by {over['loss_difference']:+.2%}, rounds by up to {spread:.0%}"
+            )
     return lines
 
 

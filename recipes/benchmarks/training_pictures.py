@@ -40,7 +40,13 @@ def draw_phases(results: dict[str, dict], title: str, path: Path) -> None:
         axis.margins(y=0.1)
     axes[0][0].set_ylabel("ms per update, medians of the phases")
     handles = dict(zip(*reversed(axes[0][0].get_legend_handles_labels()), strict=True))
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles), fontsize=8)
+    figure.legend(
+        handles.values(),
+        handles.keys(),
+        loc="outside lower center",
+        ncols=3 if len(shown) < 3 else len(handles),
+        fontsize=8,
+    )
     figure.suptitle(f"{title}\nabove the bars: speed-up over stock", fontsize=9)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)

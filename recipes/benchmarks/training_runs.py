@@ -273,12 +273,14 @@ def step_ms(runs: list[records.Run]) -> list[float]:
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """Of one contender in one row: medians over the timed updates. Losses in bits per target token."""
+    """Of one contender in one row: medians over the timed updates. Losses in bits per target token. run_spread: how much slower the slowest run was
+    than the fastest, by their medians; much of it says that something else used the machine."""
 
     runs: int
     updates: int
     step_ms: float
     step_ms_quartiles: tuple[float, float]
+    run_spread: float
     tokens_per_s: float
     phase_ms: dict[str, float]
     peak_rss_mib: float
@@ -293,12 +295,14 @@ def figures(runs: list[records.Run]) -> Figures:
     steps = [update["step_ms"] for update in updates]
     first, _, third = statistics.quantiles(steps, n=4)
     medians = step_ms(runs)
+    of_runs = [statistics.median(update["step_ms"] for update in timed(run)) for run in runs]
     tokens = [update["tokens"] for update in timed(runs[0])]
     return Figures(
         runs=len(runs),
         updates=len(medians),
         step_ms=statistics.median(medians),
         step_ms_quartiles=(first, third),
+        run_spread=max(of_runs) / min(of_runs) - 1,
         tokens_per_s=statistics.median(1e3 * n / ms for n, ms in zip(tokens, medians, strict=False)),
         phase_ms={
             phase: statistics.median(update["phase_ms"][phase] for update in updates) for phase in records.PHASES

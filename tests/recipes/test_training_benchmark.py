@@ -130,6 +130,8 @@ def test_medians_of_what_is_timed(training, tmp_path):
     ours = [made_up(training, tmp_path / "3", "ls", speed=2.0, slow=(1, 2, 3, 7))]
     assert runs.figures(stock[:1]).step_ms == 152.0 and runs.figures(stock[:1]).updates == 10
     assert runs.step_ms(stock)[1] == pytest.approx((1520 + 152) / 2) and runs.step_ms(stock)[2] == 152.0
+    slower = made_up(training, tmp_path / "4", "stock", speed=0.8)
+    assert runs.figures(stock).run_spread == 0 and runs.figures([*stock, slower]).run_spread == pytest.approx(0.25)
     gain = runs.speedup(stock, ours)
     assert gain.ratio == pytest.approx(2.0) and gain.why_not == ""
     assert runs.best({"stock": stock, "stock+medium": ours, "stock+compile": stock, "ls fp32": ours}) == "stock+medium"
