@@ -232,7 +232,7 @@ class ContiguousAdam(torch.optim.Optimizer):
         if not self.skipped:
             for buffer, indices, step in launched:
                 for i in indices:
-                    self._state_of(buffer, i)["step"] = step
+                    (buffer.states[i] or self._state_of(buffer, i))["step"] = step
         self.grad_scale.clear()
         self._overflow = None
         return loss
