@@ -73,6 +73,8 @@ void forward(const BiasActDropoutForward& a) {
                                const scalar_t* b = bias == nullptr ? nullptr : bias + col_begin;
                                with_dropout(a.dropout, draws, [=](auto kept) {
                                  for_each_vector(col_end - col_begin, [=](int64_t i, auto n) {
+                                   prefetch_ahead<false>(x + i);
+                                   prefetch_ahead<true>(y + i);
                                    vfloat v = load_n(x + i, n);
                                    if (b != nullptr) v += load_n(b + i, n);
                                    store_n(y + i, kept(i, activate<kActivation>(v)), n);

@@ -194,11 +194,16 @@ inline void bias_dropout_residual_rows(const scalar_t* x, const scalar_t* bias, 
                            [&](int64_t row, int64_t col_begin, int64_t col_end, const uint16_t* draws) {
                              const int64_t first = row * n_cols + col_begin;
                              for_each_vector(col_end - col_begin, [&](int64_t i, auto n) {
+                               prefetch_ahead<false>(x + first + i);
+                               prefetch_ahead<true>(y + first + i);
                                vfloat v = load_n(x + first + i, n);
                                if (bias != nullptr) v += load_n(bias + col_begin + i, n);
                                if (draws != nullptr)
                                  v = keep_lanes(draws + i, dropout.threshold) ? v * dropout.scale : vfloat{};
-                               if (residual != nullptr) v += load_n(residual + first + i, n);
+                               if (residual != nullptr) {
+                                 prefetch_ahead<false>(residual + first + i);
+                                 v += load_n(residual + first + i, n);
+                               }
                                store_n(y + first + i, v, n);
                              });
                            });

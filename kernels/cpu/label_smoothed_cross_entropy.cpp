@@ -17,18 +17,6 @@ namespace {
 // Row sums are folded into double every so many vectors: with V in the tens of thousands a float would lose digits.
 constexpr int64_t kFold = 256 * kLanes;
 
-// sum over the row of body(i, n): float within a block of kFold elements, double across blocks.
-template <typename Body>
-inline double folded_sum(int64_t n_cols, Body&& body) {
-  double total = 0.0;
-  for (int64_t begin = 0; begin < n_cols; begin += kFold) {
-    vfloat sum{};
-    for_each_vector(std::min(kFold, n_cols - begin), [&](int64_t i, auto n) { sum += body(begin + i, n); });
-    total += reduce_add(sum);
-  }
-  return total;
-}
-
 }  // namespace
 
 void label_smoothed_cross_entropy_forward(const LabelSmoothedCrossEntropyForward& a) {
@@ -56,20 +44,26 @@ void label_smoothed_cross_entropy_forward(const LabelSmoothedCrossEntropyForward
           running = v > running || v != v ? v : running;  // a NaN stays
         });
         float max = reduce_max(running);
-        double sum_shifted = 0.0;  // of x - max, for the smoothed part
-        if (a.epsilon > 0.0f)
-          sum_shifted = folded_sum(n_classes, [&](int64_t i, auto n) { return load_n(x + i, n, max) - max; });
         float* e = nullptr;
         if constexpr (std::is_same<scalar_t, float>::value) {
           e = grad;
         } else {
           e = buffer.get();
         }
-        const double sum_exp = folded_sum(n_classes, [&](int64_t i, auto n) {
-          const vfloat v = exp_nonpositive(load_n(x + i, n, -std::numeric_limits<float>::infinity()) - max);
-          if (e != nullptr) store_n(e + i, v, n);
-          return v;
-        });
+        // One pass for both sums: of exp(x - max) and, for the smoothed part, of x - max. `e` may be x itself.
+        double sum_exp = 0.0, sum_shifted = 0.0;
+        for (int64_t begin = 0; begin < n_classes; begin += kFold) {
+          vfloat block_exp{}, block_shifted{};
+          for_each_vector(std::min(kFold, n_classes - begin), [&](int64_t i, auto n) {
+            const vfloat shifted = load_n(x + begin + i, n, max) - max;  // 0 in a tail's idle lanes
+            const vfloat v = exp_nonpositive(load_n(x + begin + i, n, -std::numeric_limits<float>::infinity()) - max);
+            if (e != nullptr) store_n(e + begin + i, v, n);
+            block_exp += v;
+            block_shifted += shifted;
+          });
+          sum_exp += reduce_add(block_exp);
+          sum_shifted += reduce_add(block_shifted);
+        }
         const double log_sum = std::log(sum_exp);
         const double nll = log_sum - (static_cast<double>(x_target) - max);
         double loss = (1.0 - a.epsilon) * nll;

@@ -48,12 +48,23 @@ void residual_layer_norm_backward(const ResidualLayerNormBackward& a) {
                                    const int64_t first = row * n_cols + col_begin;
                                    for_each_vector(col_end - col_begin, [&](int64_t i, auto n) {
                                      const vfloat w = weight == nullptr ? broadcast(1.0f) : load_n(weight + col_begin + i, n);
+                                     prefetch_ahead<false>(grad_y + first + i);
+                                     prefetch_ahead<false>(sum + first + i);
                                      vfloat g = gradient(load_n(grad_y + first + i, n), load_n(sum + first + i, n), w);
-                                     if (grad_sum != nullptr) g += load_n(grad_sum + first + i, n);
-                                     if (grad_residual != nullptr) store_n(grad_residual + first + i, g, n);
+                                     if (grad_sum != nullptr) {
+                                       prefetch_ahead<false>(grad_sum + first + i);
+                                       g += load_n(grad_sum + first + i, n);
+                                     }
+                                     if (grad_residual != nullptr) {
+                                       prefetch_ahead<true>(grad_residual + first + i);
+                                       store_n(grad_residual + first + i, g, n);
+                                     }
                                      if (draws != nullptr)
                                        g = keep_lanes(draws + i, a.dropout.threshold) ? g * a.dropout.scale : vfloat{};
-                                     if (grad_x != nullptr) store_n(grad_x + first + i, g, n);
+                                     if (grad_x != nullptr) {
+                                       prefetch_ahead<true>(grad_x + first + i);
+                                       store_n(grad_x + first + i, g, n);
+                                     }
                                      if (sum_bias != nullptr) {
                                        float* s = sum_bias + col_begin + i;
                                        store_n(s, load_n(s, n) + g, n);

@@ -74,6 +74,13 @@ inline void store_bits(T* p, V v) {
   *reinterpret_cast<Unaligned*>(p) = v;
 }
 
+// Asks for what lies 2 KB beyond p, in kernels that make draws between their accesses, where the hardware prefetchers fall behind. One thread
+// of an EPYC, data in memory: activation 0.8 to 0.95, residual and norm 0.85 to 1.0 of the time without; data in the cache: 0.98 to 1.05.
+template <bool kWrites, typename scalar_t>
+inline void prefetch_ahead(const scalar_t* p) {
+  __builtin_prefetch(reinterpret_cast<const char*>(p) + 2048, kWrites, 3);
+}
+
 inline vfloat broadcast(float value) { return value - vfloat{}; }
 
 // Scalar conversions: the tails, and the lanes of "plain".
