@@ -68,6 +68,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(LS_NAMESPACE, m) {
       "fused_attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor lse, Tensor? key_padding_mask,"
       " Tensor? bias, bool causal, float scale, float p, Tensor? seed, int offset, Tensor(a!) grad_q, Tensor(b!) grad_k,"
       " Tensor(c!) grad_v) -> ()");
+  // On the CPU only: on a GPU, torch's is cuBLAS.
+  m.def("product(Tensor a, Tensor b, Tensor? bias, Tensor(a!) out, float alpha, bool add) -> ()");
   m.def(
       "adam_step(Tensor(a!) param, Tensor(b!) grad, Tensor(c!) exp_avg, Tensor(d!) exp_avg_sq, Tensor(e!)? param_copy,"
       " Tensor(f!)? param_low, Tensor? grad_scale, Tensor? overflow, float lr, float beta1, float beta2, float eps,"
@@ -102,6 +104,7 @@ STABLE_TORCH_LIBRARY_IMPL(LS_NAMESPACE, CPU, m) {
 #if !defined(LS_SIMT)
   m.impl("fused_attention_forward", TORCH_BOX(&ls::fused_attention_forward));
   m.impl("fused_attention_backward", TORCH_BOX(&ls::fused_attention_backward));
+  m.impl("product", TORCH_BOX(&ls::product));
 #endif
 }
 #if defined(LS_WITH_CUDA)

@@ -13,6 +13,8 @@ import torch
 
 # Without it torch refuses cuBLAS products under use_deterministic_algorithms.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+# The same products in every run, in the commands that tests start as well, and nothing kept in the user's home.
+os.environ.setdefault("LS_PRODUCTS", "ls")
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -312,6 +312,19 @@ struct FusedAttentionBackward : FusedAttention {
   HeadStrides grad_out_strides, grad_q_strides, grad_k_strides, grad_v_strides;
 };
 
+// out = alpha A B + bias, and += with add; sums in fp32. A is (n_rows, n_k), B (n_k, n_cols), either in any order of its two dimensions.
+struct Product {
+  const void* a;     // scalar, element (i, k) at i * a_row_stride + k * a_k_stride
+  const void* b;     // scalar, element (k, j) at k * b_k_stride + j * b_col_stride
+  const void* bias;  // scalar (n_cols,) or null
+  void* out;         // out scalar, element (i, j) at i * out_row_stride + j
+  int64_t n_rows, n_cols, n_k;
+  int64_t a_row_stride, a_k_stride, b_k_stride, b_col_stride, out_row_stride;
+  float alpha;
+  bool add;
+  DType dtype, out_dtype;  // out_dtype is dtype or fp32
+};
+
 // fairseq's Adam, element by element, in fp32:
 //   g = grad * grad_scale
 //   exp_avg    = beta1 exp_avg + (1 - beta1) g

@@ -70,6 +70,8 @@ void fused_attention_backward(const Tensor& grad_out, const Tensor& q, const Ten
                               double p, const OptionalTensor& seed, int64_t offset, const Tensor& grad_q, const Tensor& grad_k,
                               const Tensor& grad_v);
 
+void product(const Tensor& a, const Tensor& b, const OptionalTensor& bias, const Tensor& out, double alpha, bool add);
+
 void adam_step(const Tensor& param, const Tensor& grad, const Tensor& exp_avg, const Tensor& exp_avg_sq,
                const OptionalTensor& param_copy, const OptionalTensor& param_low, const OptionalTensor& grad_scale,
                const OptionalTensor& overflow, double lr, double beta1, double beta2, double eps, double weight_decay,

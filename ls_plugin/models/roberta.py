@@ -9,7 +9,7 @@ from ls_plugin import ops
 from ls_plugin.models.transformer_encoder import LightSeqTransformerEncoder
 from ls_plugin.models.twins import Twin, fused_embedding, names_mean, register_twins
 from ls_plugin.modules import use_fused_modules
-from ls_plugin.ops import products
+from ls_plugin.ops import product
 
 
 class RobertaLMHead(stock.RobertaLMHead):
@@ -24,10 +24,10 @@ class RobertaLMHead(stock.RobertaLMHead):
         """features (B, T, C), masked_tokens bool (B, T) -> logits (B, T, V), or of the n masked tokens alone (n, V)."""
         if masked_tokens is not None:
             features = features[masked_tokens]
-        x = products.linear(features, self.dense.weight)
+        x = product.linear(features, self.dense.weight)
         x = self.layer_norm(ops.bias_act_dropout(x, self.dense.bias, self.activation_name, p=0.0))
         # The bias goes into the product: a pass of its own over the logits is the dearest of all.
-        return products.linear(x, self.weight, self.bias)
+        return product.linear(x, self.weight, self.bias)
 
 
 class RobertaEncoder(stock.RobertaEncoder):

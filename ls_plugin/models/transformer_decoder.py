@@ -10,7 +10,7 @@ from ls_plugin.modules.embedding import can_be_one_op, position_table
 from ls_plugin.modules.stack import declare_joint_keys, run_stack
 from ls_plugin.modules.swap import has_hooks
 from ls_plugin.modules.transformer_layer import Context, knows_causal
-from ls_plugin.ops import products
+from ls_plugin.ops import product
 
 
 class LightSeqTransformerDecoder(TransformerDecoderBase):
@@ -128,7 +128,7 @@ class LightSeqTransformerDecoder(TransformerDecoderBase):
 def _project(x: Tensor, projection: nn.Module) -> Tensor:
     if type(projection) is not nn.Linear or has_hooks(projection):
         return projection(x)
-    return products.linear(x, projection.weight, projection.bias)
+    return product.linear(x, projection.weight, projection.bias)
 
 
 def _first(encoder_out: dict | None, name: str) -> Tensor | None:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ls_plugin import _library
 from ls_plugin.modules.joint import joint
-from ls_plugin.ops import products
+from ls_plugin.ops import product
 from ls_plugin.ops.autograd import differentiable_once
 from ls_plugin.ops.bias_act_dropout import ACTIVATION_CODES, SAVES_OUTPUT
 from ls_plugin.ops.fused_attention import attention_backward, attention_forward
@@ -73,12 +73,12 @@ class SelfAttention:
         weight = joint((q_weight, k_weight, v_weight))
         n_batch, length, width = y.shape
         rows = y.view(-1, width)
-        qkv = products.linear(rows, weight, joint((q_bias, k_bias, v_bias)))
+        qkv = product.linear(rows, weight, joint((q_bias, k_bias, v_bias)))
         heads = _heads(qkv, n_batch, length, self.n_heads, 3)
         out, of_attention = attention_forward(
             *heads, run.padding_mask, None, run.causal, self.scale, run.p_attention, run.seed, offset
         )
-        return products.linear(_rows(out), out_weight), (rows, weight, qkv, out, *of_attention), None
+        return product.linear(_rows(out), out_weight), (rows, weight, qkv, out, *of_attention), None
 
     def backward(self, run: Run, grad, _grad_weights, params, saved, needs, into, offset: int):
         """Gradients of y (N, C), added to ``into`` if given, of no keys, and of the parameters."""
@@ -86,7 +86,7 @@ class SelfAttention:
         out_weight = params[6]
         n_batch, _, length, _ = out.shape
         grad_out_weight = weight_grad(grad, _rows(out), params[6:]) if needs[6] else None
-        grad_out = products.mm(grad, out_weight)
+        grad_out = product.mm(grad, out_weight)
         heads = _heads(qkv, n_batch, length, self.n_heads, 3)
         grad_qkv = torch.empty_like(qkv)
         attention_backward(
@@ -120,7 +120,7 @@ class EncoderAttention:
         q_weight, q_bias, out_weight = params
         n_batch, length, width = y.shape
         rows = y.view(-1, width)
-        q = products.linear(rows, q_weight, q_bias)
+        q = product.linear(rows, q_weight, q_bias)
         (q_heads,) = _heads(q, n_batch, length, self.n_heads, 1)
         heads = q_heads, *_heads(kv, n_batch, kv.shape[1], self.n_heads, 2)
         out, of_attention = attention_forward(
@@ -129,11 +129,11 @@ class EncoderAttention:
         weights = None
         if run.needs_weights:
             # q takes the scale, as in stock: q k^T could leave fp16's range.
-            scores = products.matmul(heads[0] * self.scale, heads[1].transpose(-1, -2))
+            scores = product.matmul(heads[0] * self.scale, heads[1].transpose(-1, -2))
             weights, _ = _library.kernels().attention_softmax_forward.default(
                 scores, run.encoder_padding_mask, None, False, 1.0, 0.0, None, 0, False
             )
-        return products.linear(_rows(out), out_weight), (rows, q, kv, out, weights, *of_attention), weights
+        return product.linear(_rows(out), out_weight), (rows, q, kv, out, weights, *of_attention), weights
 
     def backward(self, run: Run, grad, grad_weights, params, saved, needs, into, offset: int):
         """Gradients of y (N, C), added to ``into`` if given, of the keys and values (B, S, 2C), and of the parameters."""
@@ -152,7 +152,7 @@ class EncoderAttention:
             grad_kv.zero_()
         else:
             grad_out_weight = weight_grad(grad, _rows(out), params[2:]) if needs[2] else None
-            grad_out = products.mm(grad, out_weight)
+            grad_out = product.mm(grad, out_weight)
             attention_backward(
                 _heads(grad_out, n_batch, length, self.n_heads, 1)[0],
                 *heads,
@@ -170,8 +170,8 @@ class EncoderAttention:
             grad_scores = _library.kernels().attention_softmax_backward.default(
                 grad_weights.contiguous(), weights, None, None, None, False, 1.0, 0.0, None, 0
             )
-            grad_heads[0].add_(products.matmul(grad_scores, heads[1]), alpha=self.scale)
-            grad_heads[1].add_(products.matmul(grad_scores.transpose(-1, -2), heads[0]), alpha=self.scale)
+            grad_heads[0].add_(product.matmul(grad_scores, heads[1]), alpha=self.scale)
+            grad_heads[1].add_(product.matmul(grad_scores.transpose(-1, -2), heads[0]), alpha=self.scale)
         grad_q_weight = weight_grad(grad_q, rows, params[0:1]) if needs[0] else None
         (grad_q_bias,) = joint_bias_grads(grad_q, params[1:2], needs[1:2])
         return _grad_input(grad_q, q_weight, into), grad_kv, (grad_q_weight, grad_q_bias, grad_out_weight)
@@ -191,20 +191,20 @@ class FeedForward:
         """y (B, T, C) -> the output (N, C), what the backward needs, no attention weights."""
         weight1, bias1, weight2 = params
         rows = y.view(-1, y.shape[-1])
-        h = products.linear(rows, weight1)
+        h = product.linear(rows, weight1)
         kernels = _library.kernels()
         if self.is_linear:
             a = kernels.bias_dropout_residual_forward.default(h, bias1, None, run.p_activation, run.seed, offset)
         else:
             a = kernels.bias_act_dropout_forward.default(h, bias1, self.code, run.p_activation, run.seed, offset)
-        return products.linear(a, weight2), (rows, None if self.saves_output else h, a), None
+        return product.linear(a, weight2), (rows, None if self.saves_output else h, a), None
 
     def backward(self, run: Run, grad, _grad_weights, params, saved, needs, into, offset: int):
         """Gradients of y (N, C), added to ``into`` if given, of no keys, and of the parameters."""
         weight1, bias1, weight2 = params
         rows, h, a = saved
         grad_weight2 = weight_grad(grad, a, params[2:]) if needs[2] else None
-        grad_a = products.mm(grad, weight2)
+        grad_a = product.mm(grad, weight2)
         kernels = _library.kernels()
         if self.is_linear:
             grad_h, grad_bias1 = kernels.bias_dropout_residual_backward.default(
@@ -399,7 +399,7 @@ class JointKeysAndValues(torch.autograd.Function):
             weight = joint(weights)
             n_batch, n_keys, encoder_width = encoder_out.shape
             rows = encoder_out.reshape(-1, encoder_width)
-            kv = products.linear(rows, weight, joint(biases))
+            kv = product.linear(rows, weight, joint(biases))
             ctx.save_for_backward(rows, weight, *params)
             ctx.n_layers, ctx.shape = n_layers, encoder_out.shape
             return tuple(kv.view(n_batch, n_keys, -1).chunk(n_layers, dim=-1))
@@ -416,7 +416,7 @@ def _keys_backward(ctx, *grads):
     with torch._C._AutoDispatchBelowAutograd():
         grad = torch.cat(grads, dim=-1).view(rows.shape[0], -1)
         n_weights, needs = 2 * ctx.n_layers, ctx.needs_input_grad[2:]
-        grad_rows = products.mm(grad, weight).view(ctx.shape) if ctx.needs_input_grad[1] else None
+        grad_rows = product.mm(grad, weight).view(ctx.shape) if ctx.needs_input_grad[1] else None
         grad_weights = joint_weight_grads(grad, rows, params[:n_weights], needs[:n_weights])
         grad_biases = joint_bias_grads(grad, params[n_weights:], needs[n_weights:])
         return None, grad_rows, *grad_weights, *grad_biases
@@ -442,13 +442,13 @@ def _rows(out: Tensor) -> Tensor:
 def _grad_input(grad: Tensor, weight: Tensor, into: Tensor | None) -> Tensor:
     """grad W (N, C); ``into`` takes the sum with it."""
     if into is None:
-        return products.mm(grad, weight)
-    return products.add_mm(into, grad, weight)
+        return product.mm(grad, weight)
+    return product.add_mm(into, grad, weight)
 
 
 def weight_grad(grad: Tensor, rows: Tensor, params) -> Tensor:
     """grad^T x, the gradient of the parameters, which lie side by side if they are several; in its home in the gradient buffer if free."""
-    return products.mm(grad.t(), rows, out=claim_grad(params))
+    return product.mm(grad.t(), rows, out=claim_grad(params))
 
 
 def joint_weight_grads(grad: Tensor, rows: Tensor, params, needs) -> tuple[Tensor | None, ...]:
@@ -460,7 +460,7 @@ def joint_weight_grads(grad: Tensor, rows: Tensor, params, needs) -> tuple[Tenso
     if not any(needs):
         return (None,) * len(params)
     pieces = grad.chunk(len(params), dim=-1)
-    return tuple(products.mm(piece.t(), rows) if needed else None for piece, needed in zip(pieces, needs, strict=True))
+    return tuple(product.mm(piece.t(), rows) if needed else None for piece, needed in zip(pieces, needs, strict=True))
 
 
 def joint_bias_grads(grad: Tensor, params, needs) -> tuple[Tensor | None, ...]:

@@ -26,7 +26,7 @@ from ls_plugin.modules.joint import joint
 from ls_plugin.modules.layer_node import EncoderAttention, FeedForward, Run, SelfAttention, apply_layer_node
 from ls_plugin.modules.layer_norm import LayerNorm
 from ls_plugin.modules.swap import has_hooks, use_fused_modules
-from ls_plugin.ops import products
+from ls_plugin.ops import product
 from ls_plugin.ops.checks import product_dtype
 
 
@@ -184,9 +184,9 @@ class _FusedLayer:
             out, weights = self._attend_to_encoder(y, context, kv, attention_weights)
             x, y = self._residual(x, y, out, self.encoder_attn.out_proj.bias, next(norms_after))
         h = self.activation_dropout_module.activate(
-            products.linear(y, self.fc1.weight), self.fc1.bias, self._activation_name
+            product.linear(y, self.fc1.weight), self.fc1.bias, self._activation_name
         )
-        x, y = self._residual(x, y, products.linear(h, self.fc2.weight), self.fc2.bias, next(norms_after))
+        x, y = self._residual(x, y, product.linear(h, self.fc2.weight), self.fc2.bias, next(norms_after))
         return x, y, weights
 
     def _residual(self, x, y, out: Tensor, bias: Tensor, norm) -> tuple[Tensor | None, Tensor | None]:
@@ -207,7 +207,7 @@ class _FusedLayer:
         if attention.self_attention:
             q, k, v = joint_linear(y, *_projections(attention)).chunk(3, dim=-1)
         else:
-            q = products.linear(y, attention.q_proj.weight, attention.q_proj.bias)
+            q = product.linear(y, attention.q_proj.weight, attention.q_proj.bias)
             k, v = joint_linear(keys, attention.k_proj, attention.v_proj).chunk(2, dim=-1)
         q, k, v = (split_heads(t, attention.num_heads) for t in (q, k, v))
         if context.incremental_state is not None:
@@ -217,7 +217,7 @@ class _FusedLayer:
     def _attend_to_encoder(self, y: Tensor, context: Context, kv: Tensor | None, attention_weights: str | None):
         """Attention over the encoder (B, T, C) -> (B, T, C), without the output bias, and the weights as asked."""
         attention = self.encoder_attn
-        q = split_heads(products.linear(y, attention.q_proj.weight, attention.q_proj.bias), attention.num_heads)
+        q = split_heads(product.linear(y, attention.q_proj.weight, attention.q_proj.bias), attention.num_heads)
         k, v, padding_mask = encoder_keys(attention, context, kv, y.shape[0])
         return _attend(attention, q, k, v, padding_mask, None, False, attention_weights)
 
@@ -368,8 +368,8 @@ def joint_linear(x: Tensor, *linears: nn.Linear) -> Tensor:
     """The outputs of several linear maps of ``x`` side by side, in one product."""
     weights, biases = [p.weight for p in linears], [p.bias for p in linears]
     if torch.is_grad_enabled():
-        return products.linear(x, torch.cat(weights), torch.cat(biases))
-    return products.linear(x, joint(weights), joint(biases))
+        return product.linear(x, torch.cat(weights), torch.cat(biases))
+    return product.linear(x, joint(weights), joint(biases))
 
 
 def encoder_keys(attention, context: Context, kv: Tensor | None, n_batch: int) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -443,7 +443,7 @@ def _attend(attention, q, k, v, padding_mask, score_bias, causal, attention_weig
     out = ops.fused_attention(q, k, v, padding_mask, score_bias, causal, attention.scaling, p)
     weights = None
     if attention_weights is not None:
-        scores = products.matmul(q * attention.scaling, k.transpose(-1, -2))
+        scores = product.matmul(q * attention.scaling, k.transpose(-1, -2))
         weights = ops.attention_softmax(scores, padding_mask, score_bias, causal)
     if shared > 1:
         out, weights = (
@@ -451,7 +451,7 @@ def _attend(attention, q, k, v, padding_mask, score_bias, causal, attention_weig
             for t in (out, weights)
         )
     out = out.transpose(1, 2).reshape(n_batch, length, n_heads * head_dim)
-    return products.linear(out, attention.out_proj.weight), _as_asked(weights, attention_weights)
+    return product.linear(out, attention.out_proj.weight), _as_asked(weights, attention_weights)
 
 
 def _as_asked(weights: Tensor | None, wish: str | None) -> Tensor | None:

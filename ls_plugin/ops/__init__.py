@@ -16,6 +16,7 @@ from ls_plugin.ops import grad_norm as _grad_norm
 from ls_plugin.ops import label_smoothed_cross_entropy as _label_smoothed_cross_entropy
 from ls_plugin.ops import layer_norm as _layer_norm
 from ls_plugin.ops import linear_cross_entropy as _linear_cross_entropy
+from ls_plugin.ops import product as _product
 from ls_plugin.ops import residual_layer_norm as _residual_layer_norm
 from ls_plugin.ops.adam import adam_step
 from ls_plugin.ops.attention_softmax import attention_softmax
@@ -57,6 +58,7 @@ def register(namespace: str) -> None:
         _label_smoothed_cross_entropy,
         _layer_norm,
         _linear_cross_entropy,
+        _product,
         _residual_layer_norm,
     ):
         module.register(namespace)

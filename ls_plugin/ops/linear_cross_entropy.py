@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ls_plugin import _library, reference
-from ls_plugin.ops import products
+from ls_plugin.ops import product
 from ls_plugin.ops.autograd import differentiable_once
 from ls_plugin.ops.checks import check, check_floating, check_vocabulary, product_dtype, to_common_dtype
 
@@ -180,7 +180,7 @@ def _forward_blocks(kernels, x, weight, target, token_weight, epsilon, ignore_in
     for begin in range(0, n_rows, step):
         rows = slice(begin, min(begin + step, n_rows))
         logits = memory[: rows.stop - begin]
-        products.mm(x[rows], weight.t(), out=logits)
+        product.mm(x[rows], weight.t(), out=logits)
         loss[rows], nll[rows] = kernels.label_smoothed_cross_entropy_forward.default(
             logits,
             target[rows],
@@ -192,10 +192,10 @@ def _forward_blocks(kernels, x, weight, target, token_weight, epsilon, ignore_in
         if token_weight is not None:
             kernels.label_smoothed_cross_entropy_backward.default(logits, token_weight[rows], 1.0)
         if needs_x_grad:
-            if x.dtype == torch.float32:
-                torch.mm(logits, weight, out=grad_x[rows])
+            if x.is_cpu or x.dtype == torch.float32:
+                product.mm(logits, weight, out=grad_x[rows])
             else:
-                grad_x[rows] = products.mm(logits, weight)
+                grad_x[rows] = torch.mm(logits, weight)
         if needs_weight_grad:
             _add_product(grad_weight, logits.t(), x[rows], grad_scale, is_first=begin == 0)
     if grad_scale != 1.0:
@@ -205,15 +205,14 @@ def _forward_blocks(kernels, x, weight, target, token_weight, epsilon, ignore_in
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, grad_scale: float, is_first: bool) -> None:
     """total += a b / grad_scale, or = for the first, added in fp32: sums over many blocks in 16 bits would lose digits."""
-    a, b = products.widened(a, b)
-    if a.dtype == torch.float32:
-        torch.addmm(total, a, b, beta=0.0 if is_first else 1.0, alpha=1 / grad_scale, out=total)
+    if a.is_cpu or a.dtype == torch.float32:
+        product.mm(a, b, out=total, add=not is_first, alpha=1 / grad_scale)
         return
     if is_first:
         total.zero_()
     if a.dtype == torch.float16:
-        product = torch.addmm(a.new_zeros(()), a, b, beta=0, alpha=_FP16_PRODUCT_SCALE)
-        total.add_(product, alpha=1 / (grad_scale * _FP16_PRODUCT_SCALE))
+        scaled = torch.addmm(a.new_zeros(()), a, b, beta=0, alpha=_FP16_PRODUCT_SCALE)
+        total.add_(scaled, alpha=1 / (grad_scale * _FP16_PRODUCT_SCALE))
     else:
         total.add_(a @ b)
 

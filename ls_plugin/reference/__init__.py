@@ -15,6 +15,7 @@ from ls_plugin.reference.grad_norm import grad_norm
 from ls_plugin.reference.label_smoothed_cross_entropy import label_smoothed_cross_entropy
 from ls_plugin.reference.layer_norm import layer_norm
 from ls_plugin.reference.linear_cross_entropy import linear_cross_entropy
+from ls_plugin.reference.product import product
 from ls_plugin.reference.residual_layer_norm import residual_layer_norm
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "layer_norm",
     "linear_cross_entropy",
     "position_ids",
+    "product",
     "residual_layer_norm",
     "split_master",
 ]
