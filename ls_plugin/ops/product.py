@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ls_plugin import _library, reference, routes
+from ls_plugin import _library, routes
 from ls_plugin.ops.checks import check, check_floating
 
 _OP = "product"
