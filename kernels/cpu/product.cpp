@@ -56,7 +56,9 @@ class Kept {
 // beyond the end are written.
 template <typename scalar_t>
 void pack_left(const scalar_t* a, int64_t row_stride, int64_t k_stride, int64_t n_rows, int64_t n_k, float alpha, float* to) {
-  const auto element = [&](int64_t i, int64_t k) { return i < n_rows ? to_float(a[i * row_stride + k * k_stride]) * alpha : 0.0f; };
+  const auto element = [&](int64_t i, int64_t k) {
+    return i < n_rows ? to_float(a[i * row_stride + k * k_stride]) * alpha : 0.0f;
+  };
   int64_t first = 0;
   if (kLanes >= kRows && row_stride == 1 && k_stride != 1 && n_k > 0) {
     // Whole rows of memory, one after another, since they may all fall on few sets of the cache.
@@ -88,8 +90,8 @@ void pack_left(const scalar_t* a, int64_t row_stride, int64_t k_stride, int64_t 
 // Panels [begin, end) of B, (n_k, n_cols): element (k, j) at j / kWidth * kWidth * n_k + k * kWidth + j % kWidth. Columns up to a whole vector
 // are zero.
 template <typename scalar_t>
-void pack_right(const scalar_t* b, int64_t k_stride, int64_t col_stride, int64_t n_k, int64_t n_cols, int64_t begin, int64_t end,
-                float* to) {
+void pack_right(const scalar_t* b, int64_t k_stride, int64_t col_stride, int64_t n_k, int64_t n_cols, int64_t begin,
+                int64_t end, float* to) {
   const int64_t first_vector = begin * kVectors, end_vector = std::min(end * kVectors, (n_cols + kLanes - 1) / kLanes);
   const auto place = [&](int64_t vector) { return to + vector / kVectors * kWidth * n_k + vector % kVectors * kLanes; };
   int64_t vector = first_vector;
@@ -109,7 +111,8 @@ void pack_right(const scalar_t* b, int64_t k_stride, int64_t col_stride, int64_t
       // Two vectors of each column, a cache line in AVX2, before the next column, which may fall on the same set of the cache.
       for (; k + 2 * kLanes <= n_k; k += 2 * kLanes) {
         vfloat near[kLanes], far[kLanes];
-        for (int l = 0; l < kLanes; ++l) near[l] = load(from + l * col_stride + k), far[l] = load(from + l * col_stride + k + kLanes);
+        for (int l = 0; l < kLanes; ++l)
+          near[l] = load(from + l * col_stride + k), far[l] = load(from + l * col_stride + k + kLanes);
         transpose(near);
         for (int l = 0; l < kLanes; ++l) store(out + (k + l) * kWidth, near[l]);
         transpose(far);
@@ -146,7 +149,8 @@ void multiply_block(int64_t n_rows, int64_t n_cols, int64_t n_k, const float* le
       float tile[kRows * kWidth];
       multiply(tile, kWidth, false);
       for (int64_t r = 0; r < height; ++r)
-        for (int64_t l = 0; l < width; ++l) to[r * ldc + l] = add ? to[r * ldc + l] + tile[r * kWidth + l] : tile[r * kWidth + l];
+        for (int64_t l = 0; l < width; ++l)
+          to[r * ldc + l] = add ? to[r * ldc + l] + tile[r * kWidth + l] : tile[r * kWidth + l];
     }
   }
 }
@@ -221,8 +225,9 @@ void multiply(const Product& p) {
   const int64_t n_threads = p.n_rows * p.n_cols * p.n_k < 250'000 ? 1 : std::max<int64_t>(threads, 1);
 
   const Blocks parts(p.n_k, kInPlace ? kPackedRows : std::max<int64_t>(p.n_k, 1), kDepth);
-  const Blocks strips(p.n_cols, round_up((kInPlace ? 1 : 4) * kPackedElements / std::min(parts.size, std::max<int64_t>(p.n_k, 1)), kWidth),
-                      kWidth);
+  const Blocks strips(
+      p.n_cols, round_up((kInPlace ? 1 : 4) * kPackedElements / std::min(parts.size, std::max<int64_t>(p.n_k, 1)), kWidth),
+      kWidth);
   thread_local Kept kept_right;
   float* const right = kept_right.get(std::min(parts.size, p.n_k) * round_up(std::min(strips.size, p.n_cols), kWidth));
   for (int64_t strip = 0; strip < strips.n; ++strip) {
@@ -236,8 +241,8 @@ void multiply(const Product& p) {
       // Sums of many depths grow in a thread's own memory: rows of out may be a power of two apart, and would put one another out of the cache.
       const bool adds = p.add || part > 0, is_direct = kInPlace && bias == nullptr && n_k > 0 && depths.n <= 2;
       const auto pack = [&](int64_t task) {
-        pack_right(b + first_k * p.b_k_stride + first_col * p.b_col_stride, p.b_k_stride, p.b_col_stride, n_k, n_cols, task * group,
-                   std::min(n_panels, (task + 1) * group), right);
+        pack_right(b + first_k * p.b_k_stride + first_col * p.b_col_stride, p.b_k_stride, p.b_col_stride, n_k, n_cols,
+                   task * group, std::min(n_panels, (task + 1) * group), right);
       };
       const auto work = [&](const Queue::Block& block) {
         const auto [i, height, j, width] = block;
@@ -251,7 +256,8 @@ void multiply(const Product& p) {
         if (n_k == 0) std::fill(c, c + height * ldc, 0.0f);
         for (int64_t d = 0; d < depths.n && n_k > 0; ++d) {
           const int64_t k = depths.begin(d), depth = depths.length(d);
-          pack_left(a + i * p.a_row_stride + (first_k + k) * p.a_k_stride, p.a_row_stride, p.a_k_stride, height, depth, p.alpha, left);
+          pack_left(a + i * p.a_row_stride + (first_k + k) * p.a_k_stride, p.a_row_stride, p.a_k_stride, height, depth, p.alpha,
+                    left);
           // The next part's beginnings: from there on the processor sees for itself what comes.
           if (d + 1 < depths.n && p.a_k_stride == 1)
             for (int64_t r = 0; r < height; ++r) {
