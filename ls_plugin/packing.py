@@ -25,6 +25,10 @@ _views: dict[int, tuple[weakref.ref, list[tuple], Tensor]] = {}
 # id of a parameter -> (weak reference to it, weak reference to the engine that owns it, its index there)
 _owners: dict[int, tuple[weakref.ref, weakref.ref, int]] = {}
 
+_shared = (
+    WeakTensorKeyDictionary()
+)  # parameter -> TensorWeakRef of the gradient that the first of its users gave to autograd
+
 
 def declare(params: Sequence[nn.Parameter]) -> None:
     """Notes that these parameters, in this order, shall be one block of memory.  Nothing moves yet.
@@ -133,6 +137,23 @@ def claim_grad(params: Sequence[nn.Parameter]) -> Tensor | None:
             return None
     owner = owner()
     return None if owner is None else owner.claim_grad(first, len(params))
+
+
+def claim_shared_grad(p: nn.Parameter) -> tuple[Tensor | None, bool]:
+    """:func:`claim_grad` of one parameter that several nodes of a graph use, and whether the caller is the first, who writes there.
+
+    Who comes later in the same backward may add to what the first has written, and gives autograd nothing: autograd sums into new memory
+    when a second gradient arrives, and the place is gone then, so it is asked whether autograd still holds the first one's tensor alone.
+
+    Returns:
+        The place and True: contents undefined. The place and False: add to it. None and False: return a gradient as usual.
+    """
+    home = claim_grad((p,))
+    if home is not None:
+        _shared[p] = TensorWeakRef(home)
+        return home, True
+    written = _shared.get(p)
+    return None if written is None or p.grad is not None else written(), False
 
 
 def _pack_of(p: Tensor) -> list[Tensor]:

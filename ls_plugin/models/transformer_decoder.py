@@ -1,15 +1,17 @@
 """fairseq's Transformer decoder on the fused layers."""
 
+import torch
 from fairseq.models.transformer import TransformerDecoderBase
 from torch import Tensor, nn
 
-from ls_plugin import host
+from ls_plugin import host, packing
 from ls_plugin.models.wrapping import wrap_layer
 from ls_plugin.modules import TransformerDecoderLayer, use_fused_modules
 from ls_plugin.modules.embedding import can_be_one_op, position_table
+from ls_plugin.modules.layer_node import Projection
 from ls_plugin.modules.stack import declare_joint_keys, run_stack
 from ls_plugin.modules.swap import has_hooks
-from ls_plugin.modules.transformer_layer import Context, knows_causal
+from ls_plugin.modules.transformer_layer import Context, can_be_nodes, knows_causal
 from ls_plugin.ops import product
 
 
@@ -128,6 +130,10 @@ class LightSeqTransformerDecoder(TransformerDecoderBase):
 def _project(x: Tensor, projection: nn.Module) -> Tensor:
     if type(projection) is not nn.Linear or has_hooks(projection):
         return projection(x)
+    weight = projection.weight
+    owned = projection.bias is None and packing.owner_of(weight) is not None and weight.dtype == x.dtype
+    if owned and torch.is_grad_enabled() and can_be_nodes(x, training=False):
+        return Projection.apply(x, weight)
     return product.linear(x, projection.weight, projection.bias)
 
 

@@ -24,11 +24,11 @@ from torch import Tensor
 from ls_plugin import _library
 from ls_plugin.modules.joint import joint
 from ls_plugin.ops import product
-from ls_plugin.ops.autograd import differentiable_once
+from ls_plugin.ops.autograd import differentiable_once, fills_grads
 from ls_plugin.ops.bias_act_dropout import ACTIVATION_CODES, SAVES_OUTPUT
 from ls_plugin.ops.fused_attention import attention_backward, attention_forward
 from ls_plugin.ops.rng import draw_seed, rank_offset
-from ls_plugin.packing import claim_grad
+from ls_plugin.packing import claim_grad, claim_shared_grad
 
 
 @dataclasses.dataclass(slots=True)
@@ -350,26 +350,9 @@ def _residual_backward(run, grad_sum, grad_y, statistics, norm_weight, offset, n
     return grad_out, grad_sum, (grad_bias if needs_bias else None, None, None)
 
 
-_latest_task = (-1, True)  # a run of autograd's engine, and whether it fills p.grad
-
-
-def _fills_grads(ctx) -> bool:
-    """Whether the engine runs a backward(), and not torch.autograd.grad(), whose caller keeps the gradients. Asked once in a run."""
-    global _latest_task
-    task = torch._C._current_graph_task_id()
-    if _latest_task[0] != task:
-        leaf = next((node for node, _ in reversed(ctx.next_functions) if hasattr(node, "variable")), None)
-        try:
-            fills = leaf is None or torch._C._will_engine_execute_node(leaf)
-        except RuntimeError:  # its answer for a leaf whose gradient is handed out
-            fills = False
-        _latest_task = (task, fills)
-    return _latest_task[1]
-
-
 def _saved(ctx) -> Sequence[Tensor | None]:
     """The saved tensors. To be called where autograd works: activation checkpointing computes them anew."""
-    if _fills_grads(ctx):
+    if fills_grads(ctx):
         return ctx.saved_tensors
     # Parameters that claim_grad does not know: what the caller keeps must not lie in the optimizer's buffer.
     return [None if t is None else t.detach() for t in ctx.saved_tensors]
@@ -423,6 +406,37 @@ def _keys_backward(ctx, *grads):
 
 
 _keys_refused_if_used = differentiable_once("ls_plugin keys and values")(_keys_backward)
+
+
+class Projection(torch.autograd.Function):
+    """x W^T to the logits: x (..., C), weight (V, C) -> (..., V). The weight's gradient goes where an embedding that shares it adds its own."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        with torch._C._AutoDispatchBelowAutograd():
+            ctx.save_for_backward(x, weight)
+            return product.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx, grad):
+        if torch.is_grad_enabled():
+            return _projection_refused_if_used(ctx, grad)
+        return _projection_backward(ctx, grad)
+
+
+def _projection_backward(ctx, grad):
+    x, weight = _saved(ctx)
+    needs_x_grad, needs_weight_grad = ctx.needs_input_grad
+    with torch._C._AutoDispatchBelowAutograd():
+        rows, grad = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
+        grad_x = product.mm(grad, weight).view(x.shape) if needs_x_grad else None
+        if not needs_weight_grad:
+            return grad_x, None
+        home, is_first = claim_shared_grad(weight)
+        return grad_x, product.mm(grad.t(), rows, out=home if is_first else None)
+
+
+_projection_refused_if_used = differentiable_once("ls_plugin projection")(_projection_backward)
 
 
 def _heads(x: Tensor, n_batch: int, length: int, n_heads: int, parts: int) -> list[Tensor]:

@@ -42,6 +42,23 @@ def differentiable_once(op: str) -> Callable[[Callable], Callable]:
     return decorate
 
 
+_latest_task = (-1, True)  # a run of autograd's engine, and whether it fills p.grad
+
+
+def fills_grads(ctx) -> bool:
+    """Whether the engine runs a backward(), and not torch.autograd.grad(), whose caller keeps the gradients. Asked once in a run."""
+    global _latest_task
+    task = torch._C._current_graph_task_id()
+    if _latest_task[0] != task:
+        leaf = next((node for node, _ in reversed(ctx.next_functions) if hasattr(node, "variable")), None)
+        try:
+            fills = leaf is None or torch._C._will_engine_execute_node(leaf)
+        except RuntimeError:  # its answer for a leaf whose gradient is handed out
+            fills = False
+        _latest_task = (task, fills)
+    return _latest_task[1]
+
+
 class DifferentiableOp:
     """An op ``<stem>_forward`` with its backward.
 

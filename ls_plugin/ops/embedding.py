@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from ls_plugin import _library, reference
-from ls_plugin.ops.autograd import DifferentiableOp
+from ls_plugin import _library, packing, reference
+from ls_plugin.ops.autograd import DifferentiableOp, fills_grads
 from ls_plugin.ops.bias_dropout_residual import bias_dropout_residual
 from ls_plugin.ops.checks import check, check_floating, check_probability, to_common_dtype
 from ls_plugin.ops.layer_norm import layer_norm as apply_layer_norm
@@ -142,12 +142,18 @@ def _backward_fake(
 def _setup_context(ctx, inputs, output):
     tokens, weight, positions, ctx.padding_idx, ctx.scale, ctx.p, seed, ctx.offset = inputs
     ctx.n_embeddings, ctx.n_positions = weight.shape[0], 0 if positions is None else positions.shape[0]
+    ctx.weight = weight if weight.is_cpu and packing.owner_of(weight) is not None else None
     ctx.save_for_backward(tokens, seed)
 
 
 def _backward(ctx, grad_y):
     tokens, seed = ctx.saved_tensors
     _, needs_weight_grad, needs_positions_grad, *_ = ctx.needs_input_grad
+    if ctx.weight is not None and needs_weight_grad and not needs_positions_grad and fills_grads(ctx):
+        home, is_first = packing.claim_shared_grad(ctx.weight)
+        if home is not None:
+            _add_rows(home, is_first, ctx, grad_y, tokens, seed)
+            return None, home if is_first else None, *[None] * 6
     grad_weight, grad_positions = _library.kernels().embedding_backward.default(
         grad_y.contiguous(),
         tokens,
@@ -164,6 +170,19 @@ def _backward(ctx, grad_y):
     )
     grad_weight = grad_weight if needs_weight_grad else None
     return None, grad_weight, grad_positions if needs_positions_grad else None, None, None, None, None, None
+
+
+def _add_rows(home, is_first, ctx, grad_y, tokens, seed):
+    """Adds the gradient of the weight to ``home`` (V, C), by the rows of the tokens that occur; the first to write there sets all of it."""
+    rows, tokens = torch.unique(tokens, return_inverse=True)
+    padding = [] if ctx.padding_idx is None else (rows == ctx.padding_idx).nonzero().flatten().tolist()
+    options = padding[0] if padding else None, ctx.scale, ctx.p, seed, ctx.offset, rows.numel(), 0, True, False, True
+    grad, _ = _library.kernels().embedding_backward.default(grad_y.contiguous(), tokens, *options)
+    if is_first:
+        home.zero_()
+    else:
+        grad += home.index_select(0, rows)
+    home.index_copy_(0, rows, grad)
 
 
 _forward = DifferentiableOp(_OP, _setup_context, _backward)
