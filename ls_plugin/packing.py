@@ -25,9 +25,8 @@ _views: dict[int, tuple[weakref.ref, list[tuple], Tensor]] = {}
 # id of a parameter -> (weak reference to it, weak reference to the engine that owns it, its index there)
 _owners: dict[int, tuple[weakref.ref, weakref.ref, int]] = {}
 
-_shared = (
-    WeakTensorKeyDictionary()
-)  # parameter -> TensorWeakRef of the gradient that the first of its users gave to autograd
+# parameter -> weak reference to the gradient that the first of its users gave to autograd
+_shared = WeakTensorKeyDictionary()
 
 
 def declare(params: Sequence[nn.Parameter]) -> None:
