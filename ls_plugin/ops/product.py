@@ -12,16 +12,17 @@ import functools
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ls_plugin import _library, routes
-from ls_plugin.ops.checks import check, check_floating
+from ls_plugin.ops.checks import check, check_floating, product_dtype
 
 _OP = "product"
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``torch.nn.functional.linear``.  x (..., K), weight (M, K), bias (M,) -> (..., M)"""
-    if not torch.is_grad_enabled() and x.dim() >= 2 and _is_ours(x, weight) and x.numel() > 0:
+    if x.dim() >= 2 and x.numel() > 0 and _is_ours(x, weight) and _is_only_a_value(x):
         y = mm(x.reshape(-1, x.shape[-1]), weight.t(), bias=bias)
         return y.view(*x.shape[:-1], weight.shape[0])
     if not _lacks(x, weight):
@@ -107,9 +108,19 @@ def _is_ours(a: Tensor, b: Tensor) -> bool:
         and a.dtype in _CANDIDATES
         and b.dtype == a.dtype
         and _library.status().loaded
-        and F.linear is torch._C._nn.linear  # apex.amp's casts
+        and F.linear is torch._C._nn.linear  # apex.amp casts in its own
         and torch.get_float32_matmul_precision() == "highest"  # else torch's may be less exact, as was asked for
         and not torch.compiler.is_compiling()
+    )
+
+
+def _is_only_a_value(x: Tensor) -> bool:
+    """Whether nothing but numbers is wanted of a product with x: no gradient of any mode, no batching, no cast."""
+    return (
+        not torch.is_grad_enabled()
+        and product_dtype(x) is None
+        and not torch._C._are_functorch_transforms_active()
+        and forward_ad._current_level < 0
     )
 
 

@@ -156,6 +156,20 @@ def test_kernel_refuses_what_does_not_fit(change, words):
 
 
 @needs_library
+@torch.no_grad()
+def test_linear_where_more_than_numbers_is_wanted(monkeypatch):
+    monkeypatch.setattr(product, "_ROUTES", {})  # the kernel would know no tangents, no batches and no casts
+    x, weight, tangent = torch.randn(3, 4), torch.randn(5, 4), torch.randn(3, 4)
+    with torch.autograd.forward_ad.dual_level():
+        y = product.linear(torch.autograd.forward_ad.make_dual(x, tangent), weight)
+        assert torch.equal(torch.autograd.forward_ad.unpack_dual(y).tangent, F.linear(tangent, weight))
+    batches = torch.func.vmap(lambda x: product.linear(x, weight))(torch.stack((x, tangent)))
+    torch.testing.assert_close(batches[1], F.linear(tangent, weight))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert product.linear(x, weight).dtype == torch.bfloat16
+
+
+@needs_library
 def test_kernel_under_fake_tensors():
     from torch._subclasses.fake_tensor import FakeTensorMode
 
