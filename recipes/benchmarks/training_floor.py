@@ -107,6 +107,7 @@ def product_rates(n: int) -> dict[str, float]:
     routes = {
         "torch.mm": torch.mm,
         "oneDNN": lambda a, b: torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], ""),
+        "ls": lambda a, b: torch.ops.ls.product(a, b, None, torch.empty_like(a), 1.0, False),
     }
     found = {}
     for precision, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
@@ -115,7 +116,10 @@ def product_rates(n: int) -> dict[str, float]:
                 rate = _rate(product, n // 8, dtype)
                 # bf16 in scalar loops, as torch.mm has it on some processors, would take minutes, and is no candidate.
                 found[f"{name} {precision}"] = rate if rate < SCALAR_GFLOP_PER_S else _rate(product, n, dtype)
-            except RuntimeError:  # a torch without oneDNN, or a processor that it has no bf16 for
+            except (
+                RuntimeError,
+                AttributeError,
+            ):  # no oneDNN, or no bf16 in it for this processor; no compiled library
                 continue
     return found
 

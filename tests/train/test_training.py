@@ -33,6 +33,24 @@ def test_twenty_updates_equal_stock(trained, losses):
     assert_parity(ours, stock)
 
 
+@pytest.mark.slow
+def test_two_hundred_updates_equal_stock(commands, losses, training_flags, tmp_path):
+    runs = [
+        commands.start(
+            module,
+            commands.data,
+            *training_flags[names],
+            *shlex.split("--max-update 200 --lr 1e-3 --no-save --save-interval-updates 0 --save-dir"),
+            tmp_path / names,
+            plugin=names == "ours",
+        )
+        for names, module in (("stock", "fairseq_cli.train"), ("ours", "ls_plugin.cli.train"))
+    ]
+    stock, ours = (losses(commands.finish(run)) for run in runs)
+    assert len(stock) == 200
+    assert_parity(ours, stock)
+
+
 def test_trained_weights_equal_stock_and_load_strictly_both_ways(trained):
     states = {name: torch.load(folder / "checkpoint_last.pt") for name, (folder, _) in trained.items()}
     stock, ours = states["stock"]["model"], states["ours"]["model"]
