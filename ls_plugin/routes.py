@@ -140,3 +140,6 @@ def _processor() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+wanted_way()  # an unknown one is refused before anything else runs
