@@ -25,7 +25,7 @@ _views: dict[int, tuple[weakref.ref, list[tuple], Tensor]] = {}
 # id of a parameter -> (weak reference to it, weak reference to the engine that owns it, its index there)
 _owners: dict[int, tuple[weakref.ref, weakref.ref, int]] = {}
 
-# parameter -> weak reference to the gradient that the first of its users gave to autograd
+# parameter -> the run of autograd's engine, and a weak reference to the gradient that the first of its users gave to it
 _shared = WeakTensorKeyDictionary()
 
 
@@ -149,10 +149,12 @@ def claim_shared_grad(p: nn.Parameter) -> tuple[Tensor | None, bool]:
     """
     home = claim_grad((p,))
     if home is not None:
-        _shared[p] = TensorWeakRef(home)
+        _shared[p] = torch._C._current_graph_task_id(), TensorWeakRef(home)
         return home, True
-    written = _shared.get(p)
-    return None if written is None or p.grad is not None else written(), False
+    task, written = _shared.get(p, (None, None))
+    # What an earlier run wrote may be alive, too: a hook may have kept it.
+    is_of_this_run = task == torch._C._current_graph_task_id() and p.grad is None
+    return written() if is_of_this_run else None, False
 
 
 def _pack_of(p: Tensor) -> list[Tensor]:

@@ -56,6 +56,8 @@ def choose(a: Tensor, b: Tensor, ways: Sequence[str], run: Callable[[str, Tensor
 
 
 def _find(key, a, b, ways, run) -> str:
+    if 0 in (*a.shape, *b.shape):
+        return ways[0]  # nothing to time, and oneDNN refuses empty sums
     wanted = wanted_way()
     if wanted != "auto":
         return wanted if wanted in ways else "torch"
@@ -63,7 +65,7 @@ def _find(key, a, b, ways, run) -> str:
     known = _read().get(_machine(), {})
     if known.get(name) in ways:
         return known[name]
-    if not all(type(t) in (Tensor, torch.nn.Parameter) for t in (a, b)) or 0 in (*a.shape, *b.shape):
+    if not all(type(t) in (Tensor, torch.nn.Parameter) for t in (a, b)):
         return ways[0]  # nothing that could be timed
     way = _fastest(a, b, ways, run)
     _write(name, way)
@@ -118,9 +120,10 @@ def _write(name: str, way: str) -> None:
     with contextlib.suppress(OSError, RuntimeError):  # nowhere to keep it: this process remembers
         path = cache_file()
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-            json.dump(found, file, indent=1)
-        os.replace(file.name, path)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            file = Path(folder) / path.name
+            file.write_text(json.dumps(found, indent=1), encoding="utf-8")
+            os.replace(file, path)
 
 
 @functools.cache

@@ -51,8 +51,10 @@ def fills_grads(ctx) -> bool:
     task = torch._C._current_graph_task_id()
     if _latest_task[0] != task:
         leaf = next((node for node, _ in reversed(ctx.next_functions) if hasattr(node, "variable")), None)
+        if leaf is None:  # it has no gradient to fill, and tells nothing of the run
+            return True
         try:
-            fills = leaf is None or torch._C._will_engine_execute_node(leaf)
+            fills = torch._C._will_engine_execute_node(leaf)
         except RuntimeError:  # its answer for a leaf whose gradient is handed out
             fills = False
         _latest_task = (task, fills)

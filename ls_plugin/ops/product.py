@@ -60,7 +60,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 def _by_torch(a, b, out, bias, add, alpha):
     if out is None or out.dtype == a.dtype:
         if not _lacks(a, b):
-            if add:
+            if add and bias is None:
                 return out.addmm_(a, b, alpha=alpha)
             if bias is None and alpha == 1.0:
                 return torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
@@ -77,11 +77,13 @@ def _by_torch(a, b, out, bias, add, alpha):
 
 
 def _by_onednn(a, b, out, bias, add, alpha):
-    result = torch.ops.mkldnn._linear_pointwise.default(a, b.t(), None if add else bias, "none", [], "")
+    result = torch.ops.mkldnn._linear_pointwise.default(a, b.t(), bias if alpha == 1.0 else None, "none", [], "")
     if add or alpha != 1.0:
         out.add_(result, alpha=alpha) if add else torch.mul(result, alpha, out=out)
     else:
         out.copy_(result)
+    if bias is not None and alpha != 1.0:
+        out.add_(bias)
 
 
 def _by_kernel(a, b, out, bias, add, alpha):
@@ -91,7 +93,7 @@ def _by_kernel(a, b, out, bias, add, alpha):
 _ROUTES = {"torch": _by_torch, "ls": _by_kernel, "onednn": _by_onednn}
 # In the order in which they are preferred, where they are equally fast.
 _CANDIDATES = {
-    torch.float32: ("ls", "onednn", "torch"),
+    torch.float32: ("ls", "onednn", "torch") if torch.backends.mkldnn.is_available() else ("ls", "torch"),
     torch.bfloat16: ("ls", "torch"),
     torch.float16: ("ls", "torch"),
 }
@@ -109,9 +111,18 @@ def _is_ours(a: Tensor, b: Tensor) -> bool:
         and b.dtype == a.dtype
         and _library.status().loaded
         and F.linear is torch._C._nn.linear  # apex.amp casts in its own
-        and torch.get_float32_matmul_precision() == "highest"  # else torch's may be less exact, as was asked for
+        and _is_exact()
         and not torch.compiler.is_compiling()
+        and torch._C._get_tracing_state() is None  # torch.jit.trace has tensors for sizes
     )
+
+
+def _is_exact() -> bool:
+    """Whether nobody asked for fp32 products that are less exact, which torch's may be."""
+    try:
+        return torch.get_float32_matmul_precision() == "highest"
+    except RuntimeError:  # asked for by backend, torch.backends.mkldnn.matmul.fp32_precision
+        return False
 
 
 def _is_only_a_value(x: Tensor) -> bool:

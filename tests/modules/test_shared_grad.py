@@ -87,6 +87,25 @@ def test_a_hook_sees_the_whole_gradient(pair):
         torch.testing.assert_close(seen, [plain.grad], rtol=1e-5, atol=1e-4)
 
 
+def test_a_gradient_that_a_hook_kept_takes_no_other_backward_s(pair):
+    table, plain, _, batch = pair
+    kept = []
+    table.register_hook(kept.append)
+    for _ in range(2):
+        table.grad = plain.grad = None  # not by the optimizer: the place stays taken
+        loss(table, USES[:3], *batch, ours=True).backward()
+        loss(plain, USES[:3], *batch, ours=False).backward()
+        torch.testing.assert_close(table.grad, plain.grad, rtol=1e-5, atol=1e-4)
+
+
+def test_gradients_that_were_asked_for_through_a_frozen_node_belong_to_the_caller(pair):
+    table, _, optimizer, batch = pair
+    frozen = nn.Parameter(torch.randn(3, C), requires_grad=False)
+    y = Projection.apply(ops.embedding(batch[0][0], table, None, PAD), frozen)  # the first node has no leaf to ask
+    (grad,) = torch.autograd.grad(y.sum(), table)
+    assert grad.any() and not optimizer.buffers[0].grad.any()
+
+
 def test_gradients_that_were_asked_for_belong_to_the_caller(pair):
     table, plain, optimizer, batch = pair
     order = USES[:3]

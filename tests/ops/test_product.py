@@ -1,7 +1,9 @@
 """Matrix products: the compiled one against the oracle, the choice between it and torch's, and 16 bits where the processor has none."""
 
+import itertools
 import json
 import time
+import warnings
 
 import pytest
 import torch
@@ -216,6 +218,17 @@ def test_every_way_is_computed_alike_and_the_fastest_is_kept(fast, measured, mon
     torch.testing.assert_close(product.mm(a, b, bias=bias), expected, **close)
     torch.testing.assert_close(product.add_mm(total.clone(), a, b), total + a @ b, **close)
     torch.testing.assert_close(product.mm(a, b, alpha=0.5), 0.5 * (a @ b), **close)
+    for add, alpha in itertools.product((False, True), (1.0, 0.5)):
+        expected = reference.product(a, b, bias, total if add else None, alpha)
+        torch.testing.assert_close(product.mm(a, b, total.clone(), bias, add, alpha), expected, **close)
+
+
+@pytest.mark.parametrize("way", ["ls", "onednn", "torch"])
+@pytest.mark.parametrize("shape", [(0, 4, 3), (4, 0, 3), (4, 3, 0)], ids=str)
+def test_nothing_to_multiply(way, shape, measured, monkeypatch):
+    monkeypatch.setenv("LS_PRODUCTS", way)
+    n_rows, n_k, n_cols = shape
+    assert torch.equal(product.mm(torch.ones(n_rows, n_k), torch.ones(n_k, n_cols)), torch.zeros(n_rows, n_cols))
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"x": 1}', "null"])
@@ -231,6 +244,17 @@ def test_choices_without_a_place_to_keep_them(measured, monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     ways, run, calls = ways_that_take(ls=0.005, torch=0.0)
+    assert_remembers_torch(ways, run, calls)
+
+
+def test_a_file_that_cannot_be_replaced_leaves_nothing_beside_it(measured):
+    measured.mkdir(parents=True)
+    ways, run, calls = ways_that_take(ls=0.005, torch=0.0)
+    assert_remembers_torch(ways, run, calls)
+    assert [*measured.parent.iterdir()] == [measured]
+
+
+def assert_remembers_torch(ways, run, calls):
     for _ in range(2):
         assert routes.choose(torch.randn(8, 8), torch.randn(8, 8), ways, run) == "torch"
     assert calls.count("torch") == calls.count("ls") == routes._ROUNDS + 1
@@ -257,3 +281,20 @@ def test_less_exact_products_that_were_asked_for_are_torchs(monkeypatch):
         assert torch.equal(product.mm(a, a), a @ a)
     finally:
         torch.set_float32_matmul_precision("highest")
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"  # by the newer interface
+    try:
+        torch.testing.assert_close(product.mm(a, a), a @ a, rtol=0, atol=0)
+    finally:
+        torch.backends.mkldnn.matmul.fp32_precision = before
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+@torch.no_grad()
+def test_traced_products_are_torchs():
+    linear, x = torch.nn.Linear(4, 3), torch.randn(2, 5, 4)
+    linear.forward = lambda x: product.linear(x, linear.weight, linear.bias)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        traced = torch.jit.trace(linear, (x,), check_trace=False)
+    torch.testing.assert_close(traced(x), F.linear(x, linear.weight, linear.bias))
