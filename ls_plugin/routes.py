@@ -4,7 +4,8 @@ MKL (torch's own), oneDNN and the plugin's kernel differ by up to a factor of tw
 shape. What was found is kept in a file, so that later runs choose alike and give the same bits: ``$XDG_CACHE_HOME/ls_plugin/products.json``
 (``~/.cache`` where that is unset), by processor, instruction set, torch, plugin and number of threads. Delete it to have them measured anew.
 
-``LS_PRODUCTS``: auto (the default), or ls, torch, onednn: always that one where it can serve, without measuring or file.
+``LS_PRODUCTS``: auto (the default), or ls, torch, onednn: always that one where it can serve, without measuring or file. Small fp32
+linear maps are torch's in any case (``ops/product.py``).
 """
 
 import contextlib

@@ -18,11 +18,13 @@ from ls_plugin import _library, routes
 from ls_plugin.ops.checks import check, check_floating, product_dtype
 
 _OP = "product"
+# fp32 maps of fewer multiply-adds stay torch's: 10 to 20 us, less than is to be had there by a choice that takes as long. A beam's single steps.
+_LEAST_WORTH = 1 << 20
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``torch.nn.functional.linear``.  x (..., K), weight (M, K), bias (M,) -> (..., M)"""
-    if x.dim() >= 2 and x.numel() > 0 and _is_ours(x, weight) and _is_only_a_value(x):
+    if x.dim() >= 2 and x.numel() > 0 and _is_ours(x, weight) and _is_worth_a_choice(x, weight) and _is_only_a_value(x):
         y = mm(x.reshape(-1, x.shape[-1]), weight.t(), bias=bias)
         return y.view(*x.shape[:-1], weight.shape[0])
     if not _lacks(x, weight):
@@ -115,6 +117,10 @@ def _is_ours(a: Tensor, b: Tensor) -> bool:
         and not torch.compiler.is_compiling()
         and torch._C._get_tracing_state() is None  # torch.jit.trace has tensors for sizes
     )
+
+
+def _is_worth_a_choice(x: Tensor, weight: Tensor) -> bool:
+    return x.dtype != torch.float32 or x.numel() * weight.shape[0] >= _LEAST_WORTH
 
 
 def _is_exact() -> bool:

@@ -160,6 +160,7 @@ def test_kernel_refuses_what_does_not_fit(change, words):
 @needs_library
 @torch.no_grad()
 def test_linear_where_more_than_numbers_is_wanted(monkeypatch):
+    monkeypatch.setattr(product, "_LEAST_WORTH", 0)
     monkeypatch.setattr(product, "_ROUTES", {})  # the kernel would know no tangents, no batches and no casts
     x, weight, tangent = torch.randn(3, 4), torch.randn(5, 4), torch.randn(3, 4)
     with torch.autograd.forward_ad.dual_level():
@@ -172,7 +173,18 @@ def test_linear_where_more_than_numbers_is_wanted(monkeypatch):
 
 
 @needs_library
-def test_kernel_under_fake_tensors():
+@torch.no_grad()
+def test_small_maps_are_torchs(monkeypatch):
+    monkeypatch.setattr(product, "_ROUTES", {})
+    x, weight = torch.randn(5, 256), torch.randn(512, 256)
+    assert torch.equal(product.linear(x, weight), F.linear(x, weight))
+    with pytest.raises(KeyError):
+        product.linear(torch.randn(64, 256), weight)
+
+
+@needs_library
+def test_kernel_under_fake_tensors(monkeypatch):
+    monkeypatch.setattr(product, "_LEAST_WORTH", 0)
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode(), torch.no_grad():
@@ -291,7 +303,8 @@ def test_less_exact_products_that_were_asked_for_are_torchs(monkeypatch):
 
 
 @torch.no_grad()
-def test_traced_products_are_torchs():
+def test_traced_products_are_torchs(monkeypatch):
+    monkeypatch.setattr(product, "_LEAST_WORTH", 0)
     linear, x = torch.nn.Linear(4, 3), torch.randn(2, 5, 4)
     linear.forward = lambda x: product.linear(x, linear.weight, linear.bias)
     with warnings.catch_warnings():
