@@ -225,9 +225,8 @@ void multiply(const Product& p) {
   const int64_t n_threads = p.n_rows * p.n_cols * p.n_k < 250'000 ? 1 : std::max<int64_t>(threads, 1);
 
   const Blocks parts(p.n_k, kInPlace ? kPackedRows : std::max<int64_t>(p.n_k, 1), kDepth);
-  const Blocks strips(
-      p.n_cols, round_up((kInPlace ? 1 : 4) * kPackedElements / std::min(parts.size, std::max<int64_t>(p.n_k, 1)), kWidth),
-      kWidth);
+  const int64_t packed_cols = (kInPlace ? 1 : 4) * kPackedElements / std::clamp<int64_t>(p.n_k, 1, parts.size);
+  const Blocks strips(p.n_cols, round_up(std::max<int64_t>(packed_cols, 1), kWidth), kWidth);
   thread_local Kept kept_right;
   float* const right = kept_right.get(std::min(parts.size, p.n_k) * round_up(std::min(strips.size, p.n_cols), kWidth));
   for (int64_t strip = 0; strip < strips.n; ++strip) {

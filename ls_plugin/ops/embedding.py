@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ls_plugin import _library, packing, reference
+from ls_plugin import _library, host, packing, reference
 from ls_plugin.ops.autograd import DifferentiableOp, fills_grads
 from ls_plugin.ops.bias_dropout_residual import bias_dropout_residual
 from ls_plugin.ops.checks import check, check_floating, check_probability, to_common_dtype
@@ -142,7 +142,9 @@ def _backward_fake(
 def _setup_context(ctx, inputs, output):
     tokens, weight, positions, ctx.padding_idx, ctx.scale, ctx.p, seed, ctx.offset = inputs
     ctx.n_embeddings, ctx.n_positions = weight.shape[0], 0 if positions is None else positions.shape[0]
-    ctx.weight = weight if weight.is_cpu and packing.owner_of(weight) is not None else None
+    # Finding the rows that occur reads them.
+    adds_rows = weight.is_cpu and not host.waits_for(weight.device) and packing.owner_of(weight) is not None
+    ctx.weight = weight if adds_rows else None
     ctx.save_for_backward(tokens, seed)
 
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ls_plugin import ops
 from ls_plugin.criterions import LabelSmoothedCrossEntropyCriterion
-from ls_plugin.ops import products
+from ls_plugin.ops import product
 from ls_plugin.ops.checks import product_dtype
 from tests.models.families import FAMILIES, PAD, batch, build_twins, task
 from tests.ops.accuracy import needs_library
@@ -182,7 +182,7 @@ class HalfProducts(TorchDispatchMode):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_product_is_left_to_scalar_loops(family, monkeypatch):
     """A language model has by default two projections more, in which a bf16 step spent most of its time."""
-    monkeypatch.setattr(products, "_has", lambda dtype: False)
+    monkeypatch.setattr(product, "_has", lambda dtype: False)
     widths = {"decoder_input_dim": 24, "decoder_output_dim": 24} if family == "transformer_lm" else {}
     asking = {"alignment_layer": 1} if family == "transformer" else {}
     _, model = build_twins(family, **widths)
