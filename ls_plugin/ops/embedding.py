@@ -143,7 +143,7 @@ def _setup_context(ctx, inputs, output):
     tokens, weight, positions, ctx.padding_idx, ctx.scale, ctx.p, seed, ctx.offset = inputs
     ctx.n_embeddings, ctx.n_positions = weight.shape[0], 0 if positions is None else positions.shape[0]
     # Finding the rows that occur reads them.
-    adds_rows = weight.is_cpu and not host.waits_for(weight.device) and packing.owner_of(weight) is not None
+    adds_rows = not host.waits_for(weight.device) and packing.owner_of(weight) is not None
     ctx.weight = weight if adds_rows else None
     ctx.save_for_backward(tokens, seed)
 

@@ -25,7 +25,7 @@ _LEAST_WORTH = 1 << 20
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``torch.nn.functional.linear``.  x (..., K), weight (M, K), bias (M,) -> (..., M)"""
     if x.dim() >= 2 and x.numel() > 0 and _is_ours(x, weight) and _is_worth_a_choice(x, weight) and _is_only_a_value(x):
-        y = mm(x.reshape(-1, x.shape[-1]), weight.t(), bias=bias)
+        y = _by_choice(x.reshape(-1, x.shape[-1]), weight.t(), None, bias, False, 1.0)
         return y.view(*x.shape[:-1], weight.shape[0])
     if not _lacks(x, weight):
         return F.linear(x, weight, bias)
@@ -41,12 +41,7 @@ def mm(
         a: (N, K) and b: (K, M), one dtype, each contiguous or the transpose of a contiguous matrix.
         out: (N, M), a's dtype or, on a CPU, fp32, rows contiguous. It is written and returned; None: a new one.  bias: (M,), a's dtype.
     """
-    if not _is_ours(a, b):
-        return _by_torch(a, b, out, bias, add, alpha)
-    if out is None:
-        out = a.new_empty((a.shape[0], b.shape[1]))
-    _ROUTES[routes.choose(a, b, _CANDIDATES[a.dtype], _run)](a, b, out, bias, add, alpha)
-    return out
+    return (_by_choice if _is_ours(a, b) else _by_torch)(a, b, out, bias, add, alpha)
 
 
 def add_mm(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -57,6 +52,13 @@ def add_mm(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
 def matmul(a: Tensor, b: Tensor) -> Tensor:
     """``torch.matmul`` of batches of matrices; in fp32 where the processor lacks a's dtype.  (..., N, K), (..., K, M) -> (..., N, M)"""
     return torch.matmul(a.float(), b.float()).to(a.dtype) if _lacks(a, b) else torch.matmul(a, b)
+
+
+def _by_choice(a, b, out, bias, add, alpha):
+    if out is None:
+        out = a.new_empty((a.shape[0], b.shape[1]))
+    _ROUTES[routes.choose(a, b, _CANDIDATES[a.dtype], _run)](a, b, out, bias, add, alpha)
+    return out
 
 
 def _by_torch(a, b, out, bias, add, alpha):
@@ -71,21 +73,24 @@ def _by_torch(a, b, out, bias, add, alpha):
         result = torch.mm(a.float(), b.float())
     else:
         result = torch.mm(a, b).to(out.dtype)
-    result = result if alpha == 1.0 else result.mul_(alpha)
-    result = result if bias is None else result.add_(bias)
+    return _finish(result, out, bias, add, alpha)
+
+
+def _finish(product, out, bias, add, alpha):
+    """What :func:`mm` makes of a bare product, which is overwritten."""
+    if alpha != 1.0:
+        product.mul_(alpha)
+    if bias is not None:
+        product.add_(bias)
     if out is None:
-        return result
-    return out.add_(result) if add else out.copy_(result)
+        return product
+    return out.add_(product) if add else out.copy_(product)
 
 
 def _by_onednn(a, b, out, bias, add, alpha):
-    result = torch.ops.mkldnn._linear_pointwise.default(a, b.t(), bias if alpha == 1.0 else None, "none", [], "")
-    if add or alpha != 1.0:
-        out.add_(result, alpha=alpha) if add else torch.mul(result, alpha, out=out)
-    else:
-        out.copy_(result)
-    if bias is not None and alpha != 1.0:
-        out.add_(bias)
+    joins = bias if alpha == 1.0 else None
+    result = torch.ops.mkldnn._linear_pointwise.default(a, b.t(), joins, "none", [], "")
+    _finish(result, out, None if joins is bias else bias, add, alpha)
 
 
 def _by_kernel(a, b, out, bias, add, alpha):
@@ -149,8 +154,8 @@ def _lacks(a: Tensor, b: Tensor) -> bool:
         and a.device.type == "cpu"
         and b.dtype == dtype
         and not _has(dtype)
-        and F.linear
-        is torch._C._nn.linear  # apex.amp's would take the fp32 factors to 16 bits again, and `out` with them
+        # apex.amp's would take the fp32 factors to 16 bits again, and `out` with them
+        and F.linear is torch._C._nn.linear
     )
 
 
