@@ -135,10 +135,11 @@ def _machine() -> str:
         plugin = version("ls_plugin")
     except PackageNotFoundError:
         plugin = "source"
-    return f"{_processor()}, {_library.status().isa}, torch {torch.__version__}, ls_plugin {plugin}"
+    return f"{processor()}, {_library.status().isa}, torch {torch.__version__}, ls_plugin {plugin}"
 
 
-def _processor() -> str:
+def processor() -> str:
+    """The CPU's name."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):

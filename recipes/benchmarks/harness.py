@@ -372,7 +372,7 @@ def measure_bandwidth(device: torch.device) -> Bandwidth:
 
 def machine(device: torch.device) -> dict[str, str | int]:
     """What the figures depend on."""
-    from ls_plugin import _library
+    from ls_plugin import _library, routes
 
     def output_of(*command: str) -> str:
         try:
@@ -380,15 +380,6 @@ def machine(device: torch.device) -> dict[str, str | int]:
             return done.stdout.strip().splitlines()[0]
         except (OSError, subprocess.CalledProcessError, IndexError):
             return "unknown"
-
-    def processor() -> str:
-        if device.type == "cuda":
-            return torch.cuda.get_device_name(device)
-        try:
-            lines = Path("/proc/cpuinfo").read_text().splitlines()
-            return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-        except (OSError, StopIteration):
-            return platform.processor() or platform.machine()
 
     def fairseq() -> str:
         for name in ("fairseq-fixed", "fairseq"):
@@ -403,7 +394,7 @@ def machine(device: torch.device) -> dict[str, str | int]:
         driver = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
         gpu = {"driver": driver, "cuda": torch.version.cuda or "none"}
     return {
-        "processor": processor(),
+        "processor": torch.cuda.get_device_name(device) if device.type == "cuda" else routes.processor(),
         **gpu,
         "cores": os.cpu_count() or 0,
         "threads": torch.get_num_threads(),
