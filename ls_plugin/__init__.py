@@ -4,6 +4,7 @@ Importing it, as ``fairseq-train --user-dir ls_plugin`` and the ``lightseq-*`` c
 criterion and optimizer with fairseq.
 """
 
+import functools
 import os.path
 import sys
 
@@ -13,7 +14,9 @@ from ls_plugin.cli.doctor import shut_out_unrelated_apex
 __version__ = _versions.VERSION
 
 
-def _register() -> None:
+@functools.cache
+def register() -> None:
+    """Registers the ``ls_`` names and gives fairseq what it lacks on this Python; once in a process."""
     _versions.check()
     from ls_plugin import _library
 
@@ -31,6 +34,6 @@ def _register() -> None:
     memory.install()
 
 
-# The doctor must run where the checks fail: it is what tells why.
-if os.path.basename(sys.argv[0] if sys.argv else "") != "lightseq-doctor":
-    _register()
+# The doctor must run where the checks fail: it is what tells why. The report's --help should not wait for torch; it registers itself.
+if os.path.basename(sys.argv[0] if sys.argv else "") not in ("lightseq-doctor", "lightseq-report"):
+    register()
