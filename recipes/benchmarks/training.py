@@ -46,7 +46,8 @@ import training_floor as floor  # noqa: E402
 import training_pictures as pictures  # noqa: E402
 import training_runs as runs  # noqa: E402
 import training_scaling as scaling  # noqa: E402
-import trainings  # noqa: E402
+
+from ls_plugin.report import figures, processes, records  # noqa: E402
 
 BASELINES = ("medium", "fused_adam", "compile")
 PRECISIONS = ("fp32", "bf16")
@@ -125,7 +126,7 @@ class Table:
         self.runs: dict[str, dict[str, list]] = {}
         self.why_not: dict[str, dict[str, str]] = {}
 
-    def add(self, row: runs.Row, contender: runs.Contender, run: runs.records.Run) -> None:
+    def add(self, row: runs.Row, contender: runs.Contender, run: records.Run) -> None:
         self.runs.setdefault(row.name, {}).setdefault(contender.name, []).append(run)
 
     def refuse(self, row: runs.Row, contender: runs.Contender, reason: str) -> None:
@@ -145,7 +146,7 @@ class Table:
             for contender in (c for c in (*self.runs[name], *self.why_not.get(name, {})) if "compile" in c):
                 if contender not in self.runs[name]:
                     return f"not tried: on {name} {self.why_not[name][contender]}"
-                gain = runs.speedup(self.runs[name]["stock"], self.runs[name][contender])
+                gain = figures.speedup(self.runs[name]["stock"], self.runs[name][contender])
                 if gain.ratio is None or gain.ratio <= 1:
                     return f"not tried: on {name} {gain.why_not or f'{gain.ratio:.2f}x as fast as stock'}"
         return ""
@@ -155,26 +156,28 @@ class Table:
         row, of = runs.ROWS[name], self.runs.get(name, {})
         contenders = {}
         for contender, done in of.items():
-            figures = runs.figures(done)
+            measured = figures.medians(done)
             precision = "bf16" if contender.endswith("bf16") else "fp32"
             floors = [
                 floor.floor_ms(row.model, update["batches"], done[0].n_params, precision, self.rates)
-                for update in runs.timed(done[0])
+                for update in done[0].timed
             ]
-            over = statistics.median(ms / least["all"] for ms, least in zip(runs.step_ms(done), floors, strict=False))
+            over = statistics.median(
+                ms / least["all"] for ms, least in zip(figures.step_ms(done), floors, strict=False)
+            )
             contenders[contender] = {
-                **dataclasses.asdict(figures),
+                **dataclasses.asdict(measured),
                 "floor_ms": floor.median_floor_ms(floors),
                 "over_floor": over,
             }
         result = {"title": row.title, "contenders": contenders, "why_not": self.why_not.get(name, {})}
         if "stock" in of:
-            best = runs.best(of)
+            best = figures.best(of)
             result["best_stock"] = best
             result["speedup"] = {
                 contender: {
-                    "over_stock": dataclasses.asdict(runs.speedup(of["stock"], done)),
-                    "over_best": dataclasses.asdict(runs.speedup(of[best], done)),
+                    "over_stock": dataclasses.asdict(figures.speedup(of["stock"], done)),
+                    "over_best": dataclasses.asdict(figures.speedup(of[best], done)),
                 }
                 for contender, done in of.items()
                 if contender != "stock"
@@ -189,7 +192,7 @@ def run_turns(
     turns: list[Turn], runner: runs.Runner, table: Table, save: Callable[[], None], updates: int | None
 ) -> None:
     """Runs all into the table, with progress; ``save`` is called after each."""
-    display, clock = trainings.Display(), Clock(table.rates, updates)
+    display, clock = processes.Display(), Clock(table.rates, updates)
     for row in {(row.vocabulary, row.language_model): row for row, _, _ in turns}.values():
         runner.data(row)
     clock.left = [(row, contender) for row, _, contender in turns]
@@ -214,7 +217,7 @@ def run_turns(
             finally:
                 clock.left.pop(0)
         table.add(row, contender, run)
-        clock.measured[row, contender.kind] = ms = runs.figures([run]).step_ms
+        clock.measured[row, contender.kind] = ms = figures.medians([run]).step_ms
         display.say(f"{label}: {ms:,.0f} ms a step, loss {run.losses[-1]:.3f}, {clock.told()}")
         save()
 
@@ -244,7 +247,7 @@ def measure_scaling(args: argparse.Namespace, runner: runs.Runner, rates: floor.
 
 def measure_inference(args: argparse.Namespace, runner: runs.Runner, save) -> None:
     """Generation and validation by stock and ls in turn from one checkpoint, which ls trains first."""
-    display, row = trainings.Display(), runs.ROWS[args.inference]
+    display, row = processes.Display(), runs.ROWS[args.inference]
     kept = runner.folder / "checkpoints"
     options = ("--save-dir", str(kept), "--no-epoch-checkpoints", "--disable-validation")
     updates = args.updates or INFERENCE_UPDATES
@@ -310,7 +313,7 @@ def make_tables(results: dict[str, dict], precisions: list[str]) -> list:
     for precision in precisions:
         columns += [f"ls {precision}, ms", "over stock", "over best", "over floor"]
     whole = table("Training, median step", "", columns)
-    detail_columns = ["ms", "quartiles", "tokens/s", *runs.records.PHASES, "peak MiB", "floor, ms", "over it", "loss"]
+    detail_columns = ["ms", "quartiles", "tokens/s", *records.PHASES, "peak MiB", "floor, ms", "over it", "loss"]
     detail = table("Each contender", "", detail_columns)
     for name, row in results.items():
         known = row["contenders"]
@@ -327,18 +330,18 @@ def make_tables(results: dict[str, dict], precisions: list[str]) -> list:
                 cells += [ratio_text(gain["over_best"]).split(" ")[0], f"{ours['over_floor']:.2f}"]
             whole.add_row(name, *cells)
         detail.add_row(f"{name}: {row['title']}")
-        for contender, figures in known.items():
-            low, high = figures["step_ms_quartiles"]
+        for contender, measured in known.items():
+            low, high = measured["step_ms_quartiles"]
             detail.add_row(
                 f"  {contender}",
-                f"{figures['step_ms']:,.0f}",
+                f"{measured['step_ms']:,.0f}",
                 f"{low:,.0f}-{high:,.0f}",
-                f"{figures['tokens_per_s']:,.0f}",
-                *(f"{figures['phase_ms'][phase]:,.1f}" for phase in runs.records.PHASES),
-                f"{figures['peak_rss_mib']:,.0f}",
-                f"{figures['floor_ms']['all']:,.0f}",
-                f"{figures['over_floor']:.2f}",
-                f"{figures['losses'][-1]:.3f}",
+                f"{measured['tokens_per_s']:,.0f}",
+                *(f"{measured['phase_ms'][phase]:,.1f}" for phase in records.PHASES),
+                f"{measured['peak_rss_mib']:,.0f}",
+                f"{measured['floor_ms']['all']:,.0f}",
+                f"{measured['over_floor']:.2f}",
+                f"{measured['losses'][-1]:.3f}",
             )
         for contender, reason in row["why_not"].items():
             detail.add_row(f"  {contender}", reason)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import training_runs as runs
+from ls_plugin.report.records import PHASES
 
-COLORS = dict(zip(runs.records.PHASES, ("tab:blue", "tab:orange", "tab:gray", "tab:green", "tab:purple"), strict=True))
+COLORS = dict(zip(PHASES, ("tab:blue", "tab:orange", "tab:gray", "tab:green", "tab:purple"), strict=True))
 
 
 def draw_phases(results: dict[str, dict], title: str, path: Path) -> None:

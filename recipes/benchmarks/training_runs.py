@@ -1,7 +1,7 @@
-"""Trainings to be timed: what is trained, by whom, in a process of its own, and how fast it was.
+"""Trainings to be timed: what is trained, by whom, in a process of its own.
 
 A row is a model with its batches; a contender trains it: stock, stock with what PyTorch offers today, ls in fp32 or bf16. Every run is the real command
-in a fresh process under the quickstart's stop-watch (``timed_train.py``), from the same seed, so that all get the same batches in the same order.
+in a fresh process under the stop-watch (``ls_plugin/report/timed_train.py``), from the same seed, so that all get the same batches in the same order.
 """
 
 from __future__ import annotations
@@ -10,28 +10,26 @@ import dataclasses
 import json
 import re
 import shutil
-import statistics
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-QUICKSTART = HERE.parent / "quickstart"
-sys.path.append(str(QUICKSTART))
+sys.path.append(str(HERE.parent / "quickstart"))
+sys.path.append(str(HERE.parents[1]))  # the clone's ls_plugin, unless one is installed
 
 import prepare  # noqa: E402
-import report as records  # noqa: E402
 import training_floor  # noqa: E402
 import trainings  # noqa: E402
+
+from ls_plugin.report import processes, records  # noqa: E402
 
 WARM_UP_UPDATES = 3  # not timed: first touch of memory, start of threads, compilation
 LEAST_TIMED_UPDATES = 2
 LIMIT_S = 240  # of a run with torch.compile: its compilation and its updates
 LM_BLOCK = 256  # tokens of a sample of a language model at most, whole verses
 POLL_S = 0.1
-# Dropout masks differ between contenders, so losses agree only as far as those of two seeds. Relative; of the mean of the last quarter of the updates.
-LOSS_TOLERANCE = records.LOSS_TOLERANCE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +80,7 @@ class Row:
         else:
             options |= {"--task": "translation"}
             switches.append("--share-all-embeddings")
-        return [*trainings.flags({**options, **training}), *switches]
+        return [*processes.flags({**options, **training}), *switches]
 
 
 ROWS = {
@@ -122,7 +120,7 @@ class Contender:
         if language_model:
             prefix = "ls_" if self.kind == "ls" else ""
             names |= {"--arch": f"{prefix}transformer_lm", "--criterion": f"{prefix}cross_entropy"}
-        return trainings.flags(names) + ([f"--{self.precision}"] if self.precision != "fp32" else [])
+        return processes.flags(names) + ([f"--{self.precision}"] if self.precision != "fp32" else [])
 
 
 STOCK = Contender("stock")
@@ -172,7 +170,7 @@ class Runner:
         """The stop-watch with the real command."""
         command = [
             sys.executable,
-            str(QUICKSTART / "timed_train.py"),
+            str(records.STOPWATCH),
             str(record),
             contender.kind,
             "--split-every",
@@ -205,9 +203,9 @@ class Runner:
         record, log = folder / "record.jsonl", folder / "log.txt"
         total = WARM_UP_UPDATES + (updates or row.updates)
         command = self.command(row, contender, record, total, *options)
-        follower = trainings.Follower(record)
+        follower = processes.Follower(record)
         began, late = time.monotonic(), False
-        with trainings.process(command, log, trainings.environment(self.threads)) as training:
+        with processes.process(command, log, processes.environment(self.threads)) as training:
             while training.poll() is None and not late:
                 time.sleep(POLL_S)
                 done = len(follower.read())
@@ -215,9 +213,9 @@ class Runner:
                 late = contender.compiles and time.monotonic() - began > LIMIT_S
         if training.returncode and not late:
             raise RunError(
-                f"{contender.name} ended with status {training.returncode}; the end of {log}:\n{trainings.log_tail(log)}"
+                f"{contender.name} ended with status {training.returncode}; the end of {log}:\n{processes.log_tail(log)}"
             )
-        run = records.read_run(record) if record.exists() else records.Run(contender.kind)
+        run = records.read_run(record, WARM_UP_UPDATES) if record.exists() else records.Run(contender.kind)
         if len(run.updates) < WARM_UP_UPDATES + LEAST_TIMED_UPDATES:
             raise RunError(f"torch.compile: {len(run.updates)} updates in {LIMIT_S} s")
         return run
@@ -235,12 +233,12 @@ class Runner:
         words = [sys.executable, str(HERE / "timed_inference.py"), str(record), kind, command, "--"]
         words += [*flags, "--path", str(checkpoint), "--cpu", "--no-progress-bar", "--seed", str(self.seed)]
         # Without the plugin fairseq cannot load its own checkpoints on torch >= 2.6.
-        environment = trainings.environment(self.threads) | {"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}
-        with trainings.process(words, log, environment) as running:
+        environment = processes.environment(self.threads) | {"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}
+        with processes.process(words, log, environment) as running:
             running.wait()
         if running.returncode:
             raise RunError(
-                f"{kind} {command} ended with status {running.returncode}; the end of {log}:\n{trainings.log_tail(log)}"
+                f"{kind} {command} ended with status {running.returncode}; the end of {log}:\n{processes.log_tail(log)}"
             )
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
         said = sorted(line.split("\t")[0::2] for line in lines if line.startswith("H-"))
@@ -254,102 +252,3 @@ class Inference:
 
     batches_ms: list[float]
     results: list
-
-
-# ---- How fast they were ----
-
-
-def timed(run: records.Run) -> list[dict]:
-    return run.updates[WARM_UP_UPDATES:]
-
-
-def step_ms(runs: list[records.Run]) -> list[float]:
-    """Of each timed update that all runs have, the median over the runs."""
-    return [
-        statistics.median(update["step_ms"] for update in same)
-        for same in zip(*map(timed, runs), strict=False)  # a run that was ended early has fewer
-    ]
-
-
-@dataclasses.dataclass(frozen=True)
-class Figures:
-    """Of one contender in one row: medians over the timed updates. Losses in bits per target token. run_spread: how much slower the slowest run was
-    than the fastest, by their medians; much of it says that something else used the machine."""
-
-    runs: int
-    updates: int
-    step_ms: float
-    step_ms_quartiles: tuple[float, float]
-    run_spread: float
-    tokens_per_s: float
-    phase_ms: dict[str, float]
-    peak_rss_mib: float
-    startup_s: float
-    losses: list[float]
-    step_ms_runs: list[list[float]]
-
-
-def figures(runs: list[records.Run]) -> Figures:
-    """Of runs of one contender with the same seed."""
-    updates = [update for run in runs for update in timed(run)]
-    steps = [update["step_ms"] for update in updates]
-    first, _, third = statistics.quantiles(steps, n=4)
-    medians = step_ms(runs)
-    of_runs = [statistics.median(update["step_ms"] for update in timed(run)) for run in runs]
-    tokens = [update["tokens"] for update in timed(runs[0])]
-    return Figures(
-        runs=len(runs),
-        updates=len(medians),
-        step_ms=statistics.median(medians),
-        step_ms_quartiles=(first, third),
-        run_spread=max(of_runs) / min(of_runs) - 1,
-        tokens_per_s=statistics.median(1e3 * n / ms for n, ms in zip(tokens, medians, strict=False)),
-        phase_ms={
-            phase: statistics.median(update["phase_ms"][phase] for update in updates) for phase in records.PHASES
-        },
-        peak_rss_mib=max(run.updates[-1]["peak_rss_mib"] for run in runs),
-        startup_s=statistics.median(run.startup_s for run in runs),
-        losses=[round(loss, 4) for loss in runs[0].losses],
-        step_ms_runs=[[update["step_ms"] for update in timed(run)] for run in runs],
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class Speedup:
-    """How many times as fast a contender is as another, by the median over the updates of the ratio on the same batch; quartiles of that ratio.
-
-    ratio is None where no speed-up may be called one; why_not says why.
-    """
-
-    ratio: float | None
-    quartiles: tuple[float, float]
-    loss_difference: float
-    why_not: str = ""
-
-
-def speedup(base: list[records.Run], runs: list[records.Run]) -> Speedup:
-    """Of ``runs`` over ``base``, refused where they had other batches or their losses part by more than LOSS_TOLERANCE."""
-    ratios = [b / r for b, r in zip(step_ms(base), step_ms(runs), strict=False)]
-    first, middle, third = statistics.quantiles(ratios, n=4)
-    n = min(len(run.updates) for run in (*base, *runs))
-    tail = slice(n - max(1, n // 4), n)
-    losses = [statistics.fmean(statistics.fmean(run.losses[tail]) for run in side) for side in (base, runs)]
-    difference = losses[1] / losses[0] - 1
-    shapes = {str([update["batches"] for update in run.updates[:n]]) for run in (*base, *runs)}
-    why_not = ""
-    if len(shapes) > 1:
-        why_not = "they had other batches"
-    elif not abs(difference) <= LOSS_TOLERANCE:  # a NaN parts, too
-        why_not = f"losses part by {difference:+.2%}, tolerance {LOSS_TOLERANCE:.0%}"
-    return Speedup(None if why_not else middle, (first, third), difference, why_not)
-
-
-def best(runs: dict[str, list[records.Run]]) -> str:
-    """The fastest of stock and its variants that train as stock does."""
-    stock = runs["stock"]
-    gains = {
-        name: gain.ratio
-        for name, of in runs.items()
-        if name.startswith("stock") and of and (gain := speedup(stock, of)).ratio is not None
-    }
-    return max(gains, key=gains.get)

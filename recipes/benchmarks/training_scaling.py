@@ -7,6 +7,9 @@ import itertools
 
 import training_runs as runs
 
+from ls_plugin.report import figures
+from ls_plugin.report.records import Run
+
 BASE = dataclasses.replace(runs.ROWS["S"], updates=4)
 AXES = {
     "tokens per batch": ("max_tokens", (256, 512, 1024, 2048, 4096, 8192)),
@@ -27,7 +30,7 @@ def rows() -> dict[str, list[runs.Row]]:
     }
 
 
-def curves(measured: dict[str, dict[str, list[runs.records.Run]]]) -> dict[str, list[dict]]:
+def curves(measured: dict[str, dict[str, list[Run]]]) -> dict[str, list[dict]]:
     """Axis -> points with size, step time and memory of each contender, of the rows (by name) that all contenders have run."""
     kinds = ("stock", "ls fp32")
     found = {}
@@ -37,12 +40,12 @@ def curves(measured: dict[str, dict[str, list[runs.records.Run]]]) -> dict[str, 
             of = measured.get(row.name, {})
             if not all(of.get(kind) for kind in kinds):
                 continue
-            figures = {kind: runs.figures(of[kind]) for kind in kinds}
-            gain = runs.speedup(of["stock"], of["ls fp32"])
+            medians = {kind: figures.medians(of[kind]) for kind in kinds}
+            gain = figures.speedup(of["stock"], of["ls fp32"])
             found[axis].append(
                 {
                     "size": getattr(row, AXES[axis][0]),
-                    **{measure: {kind: getattr(figures[kind], measure) for kind in kinds} for measure in MEASURES},
+                    **{measure: {kind: getattr(medians[kind], measure) for kind in kinds} for measure in MEASURES},
                     "speedup": dataclasses.asdict(gain),
                 }
             )

@@ -23,8 +23,9 @@ QUICKSTART = HERE.parent / "quickstart"
 sys.path.insert(0, str(QUICKSTART))
 
 import prepare  # noqa: E402
-import report as records  # noqa: E402
 import run as quickstart  # noqa: E402
+
+from ls_plugin.report import records  # noqa: E402
 
 BIN = Path(sys.executable).parent
 BEAM = 4
@@ -116,7 +117,7 @@ class Quality:
 
         names = ("sentences", "layers", "width", "dropout", "max_tokens", "precision", "threads", "seed")
         chosen = {name: getattr(self.args, name) for name in names}
-        return {**chosen, "processor": quickstart.cpu_name(), "torch": torch.__version__}
+        return {**chosen, "processor": quickstart.routes.processor(), "torch": torch.__version__}
 
     def start(self) -> None:
         """Checks the disk, then keeps (--continue) or clears what is in the folder."""
@@ -152,7 +153,7 @@ class Quality:
             model |= {f"--{side}-ffn-embed-dim": 4 * args.width}
             model |= {f"--{side}-attention-heads": max(1, args.width // HEAD_WIDTH)}
         options = {**quickstart.KINDS[kind], **model, **TRAINING, "--max-tokens": args.max_tokens, "--seed": args.seed}
-        command = [sys.executable, str(QUICKSTART / "timed_train.py"), str(folder / "record.jsonl"), kind, "--"]
+        command = [sys.executable, str(records.STOPWATCH), str(folder / "record.jsonl"), kind, "--"]
         command += [
             str(self.subset / "bin"),
             "--task",
@@ -171,7 +172,7 @@ class Quality:
     def train(self, tokens_per_epoch: int) -> None:
         """Both at the same time. Ctrl-C: both finish the update in hand and save, then KeyboardInterrupt goes on up."""
         runs = []
-        for kind in records.KINDS:
+        for kind in quickstart.KINDS:
             self.folder(kind).mkdir(parents=True, exist_ok=True)
             # Without the plugin fairseq cannot load its own checkpoints on torch >= 2.6; with --continue it loads those of this recipe.
             environment = self.environment | ({"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"} if kind == "stock" else {})
@@ -211,7 +212,7 @@ class Quality:
         """Kind -> hypotheses of the test split, both translated at the same time."""
         count = len((self.data / "text" / "test.en").read_text(encoding="utf-8").splitlines())
         processes = {}
-        for kind in records.KINDS:
+        for kind in quickstart.KINDS:
             command = [str(BIN / "lightseq-generate"), str(self.subset / "bin"), "--gen-subset", "test", "--cpu"]
             command += ["--path", str(self.folder(kind) / "checkpoints" / "checkpoint_best.pt"), "--beam", str(BEAM)]
             command += [
@@ -273,7 +274,7 @@ class Quality:
             print(f"interrupted; to go on: bash recipes/quality/run.sh --continue, with the same flags ({self.out})")
             return 130
         references = (self.data / "text" / "test.en").read_text(encoding="utf-8").splitlines()
-        runs = {kind: records.read_run(self.folder(kind) / "record.jsonl") for kind in records.KINDS}
+        runs = {kind: records.read_run(self.folder(kind) / "record.jsonl") for kind in quickstart.KINDS}
         result = {
             "settings": self.settings() | {"epochs": self.args.epochs, "tokens_per_epoch": tokens},
             "minutes": round(trained_s / 60, 1),
@@ -298,7 +299,7 @@ def paired_bootstrap(hypotheses: dict[str, list[str]], references: list[str]) ->
     from sacrebleu.significance import PairedTest
 
     test = PairedTest(
-        [(kind, hypotheses[kind]) for kind in records.KINDS],
+        [(kind, hypotheses[kind]) for kind in quickstart.KINDS],
         {"BLEU": BLEU(references=[references]), "chrF2": CHRF(references=[references])},
         references=None,
         test_type="bs",
@@ -316,7 +317,7 @@ def paired_bootstrap(hypotheses: dict[str, list[str]], references: list[str]) ->
                     ("score", "mean", "ci", "p"), (result.score, result.mean, result.ci, result.p_value), strict=True
                 )
             }
-            for kind, result in zip(records.KINDS, results, strict=True)
+            for kind, result in zip(quickstart.KINDS, results, strict=True)
         }
         found[name]["signature"] = str(signatures[name])
     return found
@@ -348,17 +349,17 @@ def tell(result: dict, hypotheses: dict[str, list[str]], references: list[str]) 
     ]
     for name in ("BLEU", "chrF2"):
         cells = [
-            f"{s['score']:.2f} ({s['mean']:.2f} ± {s['ci']:.2f})" for s in (scores[name][k] for k in records.KINDS)
+            f"{s['score']:.2f} ({s['mean']:.2f} ± {s['ci']:.2f})" for s in (scores[name][k] for k in quickstart.KINDS)
         ]
         lines.append(f"| {name} | {cells[0]} | {cells[1]} | {scores[name]['ls']['p']:.3f} |")
     lines += ["", "| validation loss after epoch | stock | ls | ls - stock |", "| --- | ---: | ---: | ---: |"]
-    for epoch, (stock, ls) in enumerate(zip(*(result["valid_loss"][k] for k in records.KINDS), strict=False), 1):
+    for epoch, (stock, ls) in enumerate(zip(*(result["valid_loss"][k] for k in quickstart.KINDS), strict=False), 1):
         lines.append(f"| {epoch} | {stock:.3f} | {ls:.3f} | {ls - stock:+.3f} |")
     lines += ["", f"`{scores['BLEU']['signature']}`", ""]
     step = max(1, len(references) // 4)
     for i in range(step // 2, len(references), step):
         lines += [f"- reference: {references[i][:SHOWN]}"]
-        lines += [f"  - {kind}: {hypotheses[kind][i][:SHOWN]}" for kind in records.KINDS]
+        lines += [f"  - {kind}: {hypotheses[kind][i][:SHOWN]}" for kind in quickstart.KINDS]
     return "\n".join(lines) + "\n"
 
 

@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 import shutil
 import signal
@@ -19,9 +20,16 @@ import sys
 import time
 from pathlib import Path
 
+if __name__ == "__main__":
+    logging.disable(logging.INFO)  # fairseq's remarks about optional packages, as it is imported
+
 import prepare
 import report
-from trainings import KINDS, MODEL, TRAINING, Display, Follower, cpu_name, environment, flags, log_tail, process
+from trainings import KINDS, MODEL, TRAINING
+
+from ls_plugin import routes
+from ls_plugin.report.processes import Display, Follower, environment, flags, log_tail, process
+from ls_plugin.report.records import STOPWATCH
 
 HERE = Path(__file__).resolve().parent
 BIN = Path(sys.executable).parent
@@ -54,7 +62,7 @@ class Quickstart:
         cuda = self.args.device == "cuda"
         return {
             "device": self.args.device,
-            "device_name": torch.cuda.get_device_name() if cuda else f"CPU ({cpu_name()})",
+            "device_name": torch.cuda.get_device_name() if cuda else f"CPU ({routes.processor()})",
             "precision": "fp16" if cuda else "fp32",
             "threads": self.args.threads,
             "seed": self.args.seed,
@@ -107,7 +115,7 @@ class Quickstart:
         record, log = folder / "record.jsonl", folder / "log.txt"
         # One GPU also where there are several: fairseq would start a process for each, out of the stop-watch's reach.
         device = ["--fp16", "--distributed-world-size", "1"] if self.args.device == "cuda" else ["--cpu"]
-        command = [sys.executable, str(HERE / "timed_train.py"), str(record), kind]
+        command = [sys.executable, str(STOPWATCH), str(record), kind]
         command += ["--deadline", str(deadline)] if deadline else []
         command += [
             "--",

@@ -155,7 +155,7 @@ def test_an_interrupt_saves_and_the_next_run_goes_on_as_if_it_had_not_been(run_m
         }
         command = [
             sys.executable,
-            str(QUICKSTART / "timed_train.py"),
+            str(run_module.STOPWATCH),
             str(record),
             "ls",
             "--",

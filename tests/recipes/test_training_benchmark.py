@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from ls_plugin import _library
+from ls_plugin.report import figures, records, timed_train
 from tests.recipes.conftest import QUICKSTART, ROOT
 from tests.recipes.test_report import update, write_record
 
@@ -19,7 +20,6 @@ NEIGHBOURS = (
     "training_runs",
     "training_scaling",
     "trainings",
-    "report",
     "prepare",
     "harness",
 )
@@ -67,11 +67,11 @@ def test_from_the_real_commands_to_the_table(training, small_work, tmp_path, cap
     row = part["results"][row_name]
     assert row["why_not"] == {}
     assert list(row["contenders"]) == ["stock", "ls fp32", *([f"stock+{baselines}"] if baselines else [])]
-    for figures in row["contenders"].values():
-        assert figures["updates"] == 3 and len(figures["losses"]) == 6
-        assert figures["step_ms"] > figures["floor_ms"]["all"] > 0 and figures["over_floor"] > 1
-        assert all(figures["phase_ms"][phase] > 0 for phase in ("forward", "backward", "clip", "update"))
-        assert 100 < figures["peak_rss_mib"] < 4000
+    for measured in row["contenders"].values():
+        assert measured["updates"] == 3 and len(measured["losses"]) == 6
+        assert measured["step_ms"] > measured["floor_ms"]["all"] > 0 and measured["over_floor"] > 1
+        assert all(measured["phase_ms"][phase] > 0 for phase in ("forward", "backward", "clip", "update"))
+        assert 100 < measured["peak_rss_mib"] < 4000
     gain = row["speedup"]["ls fp32"]["over_stock"]
     assert gain["ratio"] > 0 and abs(gain["loss_difference"]) < 0.02 and gain["why_not"] == ""
     assert f"{row_name} fp32: " in screen and "over stock" in screen and f"{row_name}: 1" in screen
@@ -118,23 +118,26 @@ def made_up(training, folder, kind, speed=1.0, loss=None, slow=(), batches=None)
     """A record of 13 updates at this speed, but ten times as slow at some."""
     entries = [update(n, speed / (10 if n in slow else 1), loss) for n in range(1, 14)]
     for entry in entries:
-        entry["phase_ms"] = {phase: entry["step_ms"] / 5 for phase in training.runs.records.PHASES}
+        entry["phase_ms"] = {phase: entry["step_ms"] / 5 for phase in records.PHASES}
         entry["batches"] = batches or [{"source": [8, 100], "target": [9, 100], "tokens": 900}]
     write_record(folder / "record.jsonl", kind, entries)
-    return training.runs.records.read_run(folder / "record.jsonl")
+    return records.read_run(folder / "record.jsonl", training.runs.WARM_UP_UPDATES)
 
 
 def test_medians_of_what_is_timed(training, tmp_path):
-    runs = training.runs
     stock = [made_up(training, tmp_path / "1", "stock", slow=(1, 2, 3, 5)), made_up(training, tmp_path / "2", "stock")]
     ours = [made_up(training, tmp_path / "3", "ls", speed=2.0, slow=(1, 2, 3, 7))]
-    assert runs.figures(stock[:1]).step_ms == 152.0 and runs.figures(stock[:1]).updates == 10
-    assert runs.step_ms(stock)[1] == pytest.approx((1520 + 152) / 2) and runs.step_ms(stock)[2] == 152.0
+    assert figures.medians(stock[:1]).step_ms == 152.0 and figures.medians(stock[:1]).updates == 10
+    assert figures.step_ms(stock)[1] == pytest.approx((1520 + 152) / 2) and figures.step_ms(stock)[2] == 152.0
     slower = made_up(training, tmp_path / "4", "stock", speed=0.8)
-    assert runs.figures(stock).run_spread == 0 and runs.figures([*stock, slower]).run_spread == pytest.approx(0.25)
-    gain = runs.speedup(stock, ours)
+    assert figures.medians(stock).run_spread == 0 and figures.medians([*stock, slower]).run_spread == pytest.approx(
+        0.25
+    )
+    gain = figures.speedup(stock, ours)
     assert gain.ratio == pytest.approx(2.0) and gain.why_not == ""
-    assert runs.best({"stock": stock, "stock+medium": ours, "stock+compile": stock, "ls fp32": ours}) == "stock+medium"
+    assert (
+        figures.best({"stock": stock, "stock+medium": ours, "stock+compile": stock, "ls fp32": ours}) == "stock+medium"
+    )
 
 
 @pytest.mark.parametrize(
@@ -148,7 +151,7 @@ def test_medians_of_what_is_timed(training, tmp_path):
 def test_no_speed_up_is_claimed_of_another_training(training, tmp_path, changes, reason):
     stock = made_up(training, tmp_path / "stock", "stock")
     ours = made_up(training, tmp_path / "ls", "ls", speed=2.0, **changes)
-    gain = training.runs.speedup([stock], [ours])
+    gain = figures.speedup([stock], [ours])
     assert gain.ratio is None
     assert re.match(reason, gain.why_not)
     table = training.Table(training.floor.Rates({"fp32": 100.0, "bf16": 100.0}, 10.0))
@@ -157,7 +160,7 @@ def test_no_speed_up_is_claimed_of_another_training(training, tmp_path, changes,
     (line,) = training.verdicts(table.results())
     assert line == f"S fp32: no speed-up is claimed: {gain.why_not}"
     # A variant of stock that trains otherwise is not the best of stock, however fast.
-    assert training.runs.best({"stock": [stock], "stock+compile": [ours]}) == "stock"
+    assert figures.best({"stock": [stock], "stock+compile": [ours]}) == "stock"
 
 
 def test_contenders_take_turns(training):
@@ -197,8 +200,7 @@ def test_compile_takes_layers_and_loss(training, monkeypatch):
     for criterion in (CrossEntropyCriterion, LabelSmoothedCrossEntropyCriterion):
         before[criterion] = criterion.compute_loss
         monkeypatch.setattr(criterion, "compute_loss", criterion.compute_loss)  # and back
-    monkeypatch.syspath_prepend(str(QUICKSTART))
-    importlib.import_module("timed_train").compiled()
+    timed_train.compiled()
     assert all(layer._compiled_call_impl is not None for layer in FairseqTask.build_model(None).decoder.layers)
     assert len({layer._incremental_state_id for layer in model.decoder.layers}) == 1
     assert all(criterion.compute_loss is not loss for criterion, loss in before.items())

@@ -1,9 +1,9 @@
 """fairseq-train or lightseq-train, with a stop-watch: the same one for both.
 
-    python timed_train.py RECORD {stock,ls} [--deadline T] [--stock-with NAMES] [--split-every N] -- ARGUMENTS OF fairseq-train
+    python ls_plugin/report/timed_train.py RECORD {stock,ls} [--deadline T] [--stock-with NAMES] [--split-every N] -- ARGUMENTS OF fairseq-train
 
 Runs the real command in this process and appends one JSON line to RECORD for its start, each update, each validation and
-its end (``report.py`` reads them). At the deadline (Unix time) or on SIGTERM the run ends after the update in hand, with a
+its end (``records.py`` reads them). At the deadline (Unix time) or on SIGTERM the run ends after the update in hand, with a
 checkpoint, as at --max-update.
 
 What the phases hold, by fairseq's Trainer: forward = the criterion with the model, backward = optimizer.backward, clip =
@@ -244,6 +244,8 @@ def main() -> None:
     parser.add_argument("--deadline", type=float)
     parser.add_argument("--stock-with", default="", help=f"names joined by +, of {', '.join(BASELINES)}")
     parser.add_argument("--split-every", type=int, default=PHASES_EVERY, help="updates (default %(default)s)")
+    # By its path it is run so that stock trains without the plugin, which mends fairseq. Python has put this folder first on the path.
+    del sys.path[0]
     split = sys.argv.index("--")
     args = parser.parse_args(sys.argv[1:split])
     baselines = [name for name in args.stock_with.split("+") if name]
@@ -254,6 +256,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, stopwatch.stop)
     sys.argv = ["lightseq-train" if args.kind == "ls" else "fairseq-train", *sys.argv[split + 1 :]]
     if args.kind == "ls":
+        sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the ls_plugin that this file belongs to
         from ls_plugin.cli.train import main as train
     else:
         from fairseq_cli.train import cli_main as train

@@ -1,0 +1,99 @@
+"""How fast trainings were, and how many times as fast as another: medians on the same batches."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+
+from ls_plugin.report.records import LOSS_TOLERANCE, PHASES, Run
+
+
+def step_ms(runs: list[Run]) -> list[float]:
+    """Of each timed update that all runs have, the median over the runs."""
+    return [
+        statistics.median(update["step_ms"] for update in same)
+        for same in zip(*(run.timed for run in runs), strict=False)  # a run that was ended early has fewer
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Figures:
+    """Of one contender in one row: medians over the timed updates. Losses in bits per target token. run_spread: how much slower the slowest run was
+    than the fastest, by their medians; much of it says that something else used the machine."""
+
+    runs: int
+    updates: int
+    step_ms: float
+    step_ms_quartiles: tuple[float, float]
+    run_spread: float
+    tokens_per_s: float
+    phase_ms: dict[str, float]
+    peak_rss_mib: float
+    startup_s: float
+    losses: list[float]
+    step_ms_runs: list[list[float]]
+
+
+def medians(runs: list[Run]) -> Figures:
+    """Of runs of one contender with the same seed."""
+    updates = [update for run in runs for update in run.timed]
+    splits = [update["phase_ms"] for run in runs for update in run.split]
+    steps = [update["step_ms"] for update in updates]
+    first, _, third = statistics.quantiles(steps, n=4)
+    steps_ms = step_ms(runs)
+    of_runs = [statistics.median(update["step_ms"] for update in run.timed) for run in runs]
+    tokens = [update["tokens"] for update in runs[0].timed]
+    return Figures(
+        runs=len(runs),
+        updates=len(steps_ms),
+        step_ms=statistics.median(steps_ms),
+        step_ms_quartiles=(first, third),
+        run_spread=max(of_runs) / min(of_runs) - 1,
+        tokens_per_s=statistics.median(1e3 * n / ms for n, ms in zip(tokens, steps_ms, strict=False)),
+        phase_ms={phase: statistics.median(split[phase] for split in splits) for phase in PHASES},
+        peak_rss_mib=max(run.updates[-1]["peak_rss_mib"] for run in runs),
+        startup_s=statistics.median(run.startup_s for run in runs),
+        losses=[round(loss, 4) for loss in runs[0].losses],
+        step_ms_runs=[[update["step_ms"] for update in run.timed] for run in runs],
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Speedup:
+    """How many times as fast a contender is as another, by the median over the updates of the ratio on the same batch; quartiles of that ratio.
+
+    ratio is None where no speed-up may be called one; why_not says why.
+    """
+
+    ratio: float | None
+    quartiles: tuple[float, float]
+    loss_difference: float
+    why_not: str = ""
+
+
+def speedup(base: list[Run], runs: list[Run]) -> Speedup:
+    """Of ``runs`` over ``base``, refused where they had other batches or their losses part by more than LOSS_TOLERANCE."""
+    ratios = [b / r for b, r in zip(step_ms(base), step_ms(runs), strict=False)]
+    first, middle, third = statistics.quantiles(ratios, n=4)
+    n = min(len(run.updates) for run in (*base, *runs))
+    tail = slice(n - max(1, n // 4), n)
+    losses = [statistics.fmean(statistics.fmean(run.losses[tail]) for run in side) for side in (base, runs)]
+    difference = losses[1] / losses[0] - 1
+    shapes = {str([update["batches"] for update in run.updates[:n]]) for run in (*base, *runs)}
+    why_not = ""
+    if len(shapes) > 1:
+        why_not = "they had other batches"
+    elif not abs(difference) <= LOSS_TOLERANCE:  # a NaN parts, too
+        why_not = f"losses part by {difference:+.2%}, tolerance {LOSS_TOLERANCE:.0%}"
+    return Speedup(None if why_not else middle, (first, third), difference, why_not)
+
+
+def best(runs: dict[str, list[Run]]) -> str:
+    """The fastest of stock and its variants that train as stock does."""
+    stock = runs["stock"]
+    gains = {
+        name: gain.ratio
+        for name, of in runs.items()
+        if name.startswith("stock") and of and (gain := speedup(stock, of)).ratio is not None
+    }
+    return max(gains, key=gains.get)

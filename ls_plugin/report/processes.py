@@ -1,0 +1,107 @@
+"""What runs trainings: a process with its log, a reader of the record that it writes, progress."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+
+class Display:
+    """A progress bar on a terminal, a plain line every ten seconds elsewhere (CI logs, pipes, TERM=dumb)."""
+
+    PLAIN_EVERY_S = 10.0
+
+    def __init__(self) -> None:
+        self.bar = None
+        if sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb":
+            with contextlib.suppress(ImportError):
+                from rich import progress
+
+                self.bar = progress.Progress(
+                    progress.TextColumn("{task.description:<12}"),
+                    progress.BarColumn(bar_width=24),
+                    progress.TextColumn("{task.fields[note]}"),
+                    transient=True,
+                )
+
+    def say(self, text: str) -> None:
+        (self.bar.console.print(text, markup=False, highlight=False) if self.bar else print(text, flush=True))
+
+    @contextlib.contextmanager
+    def task(self, label: str):
+        """Gives a function ``show(fraction, note)``."""
+        if self.bar:
+            task = self.bar.add_task(label, total=1.0, note="starting")
+            with self.bar:
+                yield lambda fraction, note: self.bar.update(task, completed=min(fraction, 1.0), note=note)
+            self.bar.remove_task(task)
+            return
+        next_s = time.monotonic() + self.PLAIN_EVERY_S
+
+        def show(fraction: float, note: str) -> None:
+            nonlocal next_s
+            if time.monotonic() >= next_s:
+                next_s = time.monotonic() + self.PLAIN_EVERY_S
+                print(f"  {label}: {100 * min(fraction, 1.0):3.0f} %  {note}", flush=True)
+
+        yield show
+
+
+def flags(options: dict) -> list[str]:
+    return [word for name, value in options.items() for word in (name, str(value))]
+
+
+def log_tail(path: Path, lines: int = 12) -> str:
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    return "\n".join("    | " + line for line in text.splitlines()[-lines:])
+
+
+def environment(threads: int) -> dict[str, str]:
+    """Of a process that trains with so many threads."""
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONWARNINGS": "ignore::FutureWarning,ignore::DeprecationWarning,ignore::SyntaxWarning",
+    }
+
+
+@contextlib.contextmanager
+def process(command: list[str], log: Path, env: dict[str, str]) -> Iterator[subprocess.Popen]:
+    """The command in the log's folder, with what it says appended to the log; leaving the block ends it, and what it has started."""
+    with log.open("a", encoding="utf-8") as output:
+        started = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=env, cwd=log.parent, start_new_session=True
+        )
+        try:
+            yield started
+        finally:
+            if started.poll() is None:
+                os.killpg(started.pid, signal.SIGKILL)
+                started.wait()
+
+
+class Follower:
+    """Reads the updates that a running training has appended to its record since the file's length at the start."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.offset = path.stat().st_size if path.exists() else 0
+        self.updates: list[dict] = []
+
+    def read(self) -> list[dict]:
+        """All updates so far."""
+        if self.path.exists():
+            with self.path.open("rb") as file:
+                file.seek(self.offset)
+                whole = file.read().rpartition(b"\n")[0]
+            if whole:
+                self.offset += len(whole) + 1
+                self.updates += [entry for entry in map(json.loads, whole.splitlines()) if "step_ms" in entry]
+        return self.updates
