@@ -28,6 +28,7 @@ constexpr int64_t kDepth = 256;                        // a panel of B: 24 KB of
 constexpr int64_t kBlockRows = 96, kBlockCols = 528;   // of out, for a thread at a time
 constexpr int64_t kPackedRows = 2048;                  // of B at once
 constexpr int64_t kPackedElements = int64_t{1} << 20;  // of B at once, about: 4 MB
+constexpr int64_t kPackedAtOnce = 1 << 13;             // of these by a thread, about
 
 // Memory that a thread keeps from call to call: fresh pages would cost more than what is written to them.
 class Kept {
@@ -61,11 +62,16 @@ void pack_left(const scalar_t* a, int64_t row_stride, int64_t k_stride, int64_t 
   };
   int64_t first = 0;
   if (kLanes >= kRows && row_stride == 1 && k_stride != 1 && n_k > 0) {
-    // Whole rows of memory, one after another, since they may all fall on few sets of the cache.
+    // Along the rows of memory, which may all fall on few sets of the cache; some at a time, which make a cache line of a tile.
     const int64_t n_whole = std::max<int64_t>(0, (n_rows - kLanes) / kRows * kRows);
-    for (int64_t k = 0; k + 1 < n_k; ++k)
-      for (int64_t i = 0; i < n_whole; i += kRows) store(to + i * n_k + k * kRows, load(a + i + k * k_stride) * alpha);
-    for (int64_t i = 0; i < n_whole; ++i) to[i / kRows * kRows * n_k + (n_k - 1) * kRows + i % kRows] = element(i, n_k - 1);
+    const auto pack = [&](int64_t k, auto n) {
+      for (int64_t i = 0; i < n_whole; i += kRows)
+        for (int64_t r = k; r < k + n; ++r) store(to + i * n_k + r * kRows, load(a + i + r * k_stride) * alpha);
+    };
+    int64_t k = 0;
+    for (; k + 4 < n_k; k += 4) pack(k, std::integral_constant<int, 4>{});
+    for (; k + 1 < n_k; ++k) pack(k, std::integral_constant<int, 1>{});
+    for (int64_t i = 0; i < n_whole; ++i) to[i / kRows * kRows * n_k + k * kRows + i % kRows] = element(i, k);
     first = n_whole, to += n_whole * n_k;
   }
   for (; first < n_rows; first += kRows, to += kRows * n_k) {
@@ -87,41 +93,52 @@ void pack_left(const scalar_t* a, int64_t row_stride, int64_t k_stride, int64_t 
   }
 }
 
-// Panels [begin, end) of B, (n_k, n_cols): element (k, j) at j / kWidth * kWidth * n_k + k * kWidth + j % kWidth. Columns up to a whole vector
-// are zero.
+// A part of B, (n_k, n_cols), as panels: element (k, j) at j / kWidth * kWidth * n_k + k * kWidth + j % kWidth. Columns up to a whole vector are
+// zero. Packed are the rows `ks` of the panels `of`.
 template <typename scalar_t>
-void pack_right(const scalar_t* b, int64_t k_stride, int64_t col_stride, int64_t n_k, int64_t n_cols, int64_t begin,
-                int64_t end, float* to) {
-  const int64_t first_vector = begin * kVectors, end_vector = std::min(end * kVectors, (n_cols + kLanes - 1) / kLanes);
-  const auto place = [&](int64_t vector) { return to + vector / kVectors * kWidth * n_k + vector % kVectors * kLanes; };
-  int64_t vector = first_vector;
-  if (col_stride == 1) {
-    // Along the rows: one column of vectors after another would fall on few sets of the cache, and on a page for each k.
-    const int64_t n_whole = std::min(end_vector, n_cols / kLanes);
-    for (int64_t k = 0; k < n_k; ++k)
-      for (int64_t v = first_vector; v < n_whole; ++v) store(place(v) + k * kWidth, load(b + v * kLanes + k * k_stride));
-    vector = std::max(first_vector, n_whole);
-  }
-  for (; vector < end_vector; ++vector) {
-    const int64_t n = std::min<int64_t>(n_cols - vector * kLanes, kLanes);
-    const scalar_t* from = b + vector * kLanes * col_stride;
-    float* out = place(vector);
-    int64_t k = 0;
-    if (n == kLanes && k_stride == 1) {
-      // Two vectors of each column, a cache line in AVX2, before the next column, which may fall on the same set of the cache.
-      for (; k + 2 * kLanes <= n_k; k += 2 * kLanes) {
-        vfloat near[kLanes], far[kLanes];
-        for (int l = 0; l < kLanes; ++l)
-          near[l] = load(from + l * col_stride + k), far[l] = load(from + l * col_stride + k + kLanes);
-        transpose(near);
-        for (int l = 0; l < kLanes; ++l) store(out + (k + l) * kWidth, near[l]);
-        transpose(far);
-        for (int l = 0; l < kLanes; ++l) store(out + (k + kLanes + l) * kWidth, far[l]);
+void pack_right(const scalar_t* b, int64_t k_stride, int64_t col_stride, int64_t n_k, int64_t n_cols, Range ks, Range of,
+                float* to) {
+  to += of.begin * kWidth * n_k;
+  for (int64_t panel = of.begin; panel < of.end; ++panel, to += kWidth * n_k) {
+    for (int64_t j = panel * kWidth, v = 0; v < kVectors && j < n_cols; ++v, j += kLanes) {
+      const int64_t n = std::min<int64_t>(n_cols - j, kLanes);
+      const scalar_t* from = b + j * col_stride;
+      float* out = to + v * kLanes;
+      int64_t k = ks.begin;
+      if (n == kLanes && k_stride == 1) {
+        // Two vectors of each column, a cache line in AVX2, before the next column, which may fall on the same set of the cache.
+        for (; k + 2 * kLanes <= ks.end; k += 2 * kLanes) {
+          vfloat near[kLanes], far[kLanes];
+          for (int l = 0; l < kLanes; ++l)
+            near[l] = load(from + l * col_stride + k), far[l] = load(from + l * col_stride + k + kLanes);
+          transpose(near);
+          for (int l = 0; l < kLanes; ++l) store(out + (k + l) * kWidth, near[l]);
+          transpose(far);
+          for (int l = 0; l < kLanes; ++l) store(out + (k + kLanes + l) * kWidth, far[l]);
+        }
       }
+      for (; k < ks.end; ++k)
+        for (int64_t l = 0; l < kLanes; ++l) out[k * kWidth + l] = l < n ? to_float(from[k * k_stride + l * col_stride]) : 0.0f;
     }
-    for (; k < n_k; ++k)
-      for (int64_t j = 0; j < kLanes; ++j) out[k * kWidth + j] = j < n ? to_float(from[k * k_stride + j * col_stride]) : 0.0f;
   }
+}
+
+// The rows `ks` of B, whose columns are contiguous, into all panels. Along the rows, as the processor expects what it fetches ahead; two of them at a
+// time, which make whole cache lines of a panel: the panels may all fall on one set of the cache.
+template <typename scalar_t>
+void pack_rows_right(const scalar_t* b, int64_t k_stride, int64_t n_k, int64_t n_cols, Range ks, float* to) {
+  const int64_t n_whole = n_cols / kWidth;
+  const auto pack = [&](int64_t first, auto n_rows) {
+    const scalar_t* from = b + first * k_stride;
+    float* out = to + first * kWidth;
+    for (int64_t panel = 0; panel < n_whole; ++panel, from += kWidth, out += kWidth * n_k)
+      for (int r = 0; r < n_rows; ++r)
+        for (int v = 0; v < kVectors; ++v) store(out + r * kWidth + v * kLanes, load(from + r * k_stride + v * kLanes));
+  };
+  int64_t k = ks.begin;
+  for (; k + 2 <= ks.end; k += 2) pack(k, std::integral_constant<int, 2>{});
+  if (k < ks.end) pack(k, std::integral_constant<int, 1>{});
+  pack_right(b, k_stride, 1, n_k, n_cols, ks, {n_whole, (n_cols + kWidth - 1) / kWidth}, to);
 }
 
 // c (n_rows, n_cols) = or += left right, packed, over n_k; the right panels are panel_stride apart.
@@ -233,15 +250,22 @@ void multiply(const Product& p) {
     const int64_t first_col = strips.begin(strip), n_cols = strips.length(strip);
     for (int64_t part = 0; part < parts.n; ++part) {
       const int64_t first_k = parts.begin(part), n_k = parts.length(part);
-      const int64_t n_panels = (n_cols + kWidth - 1) / kWidth, most = p.b_col_stride == 1 ? 8 : 2;
-      const int64_t group = std::clamp<int64_t>(n_panels / (4 * n_threads), 1, most);
+      const int64_t n_panels = (n_cols + kWidth - 1) / kWidth;
+      const bool by_rows = p.b_col_stride == 1;
+      // What a task packs: rows of B, or panels.
+      const int64_t n_units = by_rows ? n_k : n_panels;
+      const int64_t unit = std::clamp<int64_t>(n_units / (4 * n_threads), 1, by_rows ? kPackedAtOnce / n_cols + 1 : 2);
       const Blocks cols(n_cols, kBlockCols, kWidth);
       const Blocks depths(n_k, kDepth, kLanes);
       // Sums of many depths grow in a thread's own memory: rows of out may be a power of two apart, and would put one another out of the cache.
       const bool adds = p.add || part > 0, is_direct = kInPlace && bias == nullptr && n_k > 0 && depths.n <= 2;
       const auto pack = [&](int64_t task) {
-        pack_right(b + first_k * p.b_k_stride + first_col * p.b_col_stride, p.b_k_stride, p.b_col_stride, n_k, n_cols,
-                   task * group, std::min(n_panels, (task + 1) * group), right);
+        const scalar_t* from = b + first_k * p.b_k_stride + first_col * p.b_col_stride;
+        const Range units{task * unit, std::min(n_units, (task + 1) * unit)};
+        if (by_rows)
+          pack_rows_right(from, p.b_k_stride, n_k, n_cols, units, right);
+        else
+          pack_right(from, p.b_k_stride, p.b_col_stride, n_k, n_cols, {0, n_k}, units, right);
       };
       const auto work = [&](const Queue::Block& block) {
         const auto [i, height, j, width] = block;
@@ -278,7 +302,7 @@ void multiply(const Product& p) {
         }
       };
       Queue queue(p.n_rows, cols, n_threads);
-      share_work((n_panels + group - 1) / group, queue, n_threads, pack, work);
+      share_work((n_units + unit - 1) / unit, queue, n_threads, pack, work);
     }
   }
 }
