@@ -28,7 +28,8 @@ from ls_plugin.errors import UsageError
 _WAYS = ("auto", "ls", "torch", "onednn")
 _ROUNDS = 3
 _TIE = 0.95  # a way must take less than this share of the time of a preferred one
-_MOST_OPERATIONS = 4e9  # of a measured product: larger ones are cut to fewer rows, 20 to 50 ms
+# Of a measured product: larger ones are cut to fewer rows. 20 to 50 ms, and 16 MB of results that nobody has reckoned with.
+_MOST_OPERATIONS, _MOST_RESULTS = 4e9, 1 << 22
 
 _chosen: dict[tuple, str] = {}
 
@@ -77,7 +78,7 @@ def _fastest(a, b, ways, run) -> str:
     """The first of the ways that no later one beats by more than a tie, by the least time of some rounds in turn."""
     with torch.no_grad():
         a, b = a.detach(), b.detach()
-        n_rows = max(1, min(a.shape[0], int(_MOST_OPERATIONS / (2 * b.numel()))))
+        n_rows = max(1, min(a.shape[0], int(_MOST_OPERATIONS / (2 * b.numel())), _MOST_RESULTS // b.shape[1]))
         a, out = a[:n_rows], a.new_empty((n_rows, b.shape[1]))
         times = dict.fromkeys(ways, math.inf)
         for n in range(_ROUNDS + 1):
