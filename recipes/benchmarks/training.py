@@ -16,7 +16,8 @@ baselines, which only serve to find the best of stock, run in the first round. O
     phases            as in timed_train.py: forward, backward, clip, update, rest (data, seeding, logging)
     memory            peak resident set of the process
 
-Ctrl-C leaves the results of what has run. Writes FILE.json and beside it FILE.png, FILE_scaling.png; a part that an earlier call has left in FILE.json stays.
+Ctrl-C leaves the results of what has run. Writes FILE.json and beside it FILE.png, FILE_scaling.png; a part that an earlier call has left in FILE.json stays,
+and so do other rows of the table, if they are of the same machine and commit.
 """
 
 from __future__ import annotations
@@ -171,6 +172,7 @@ class Table:
                 "over_floor": over,
             }
         result = {"title": row.title, "contenders": contenders, "why_not": self.why_not.get(name, {})}
+        result["gflop_per_s"], result["gb_per_s"] = self.rates.gflop_per_s, self.rates.gb_per_s
         if "stock" in of:
             best = figures.best(of)
             result["best_stock"] = best
@@ -457,6 +459,9 @@ def main(arguments: list[str] | None = None) -> int:
         """Each part with what it was measured on; those that other calls have left in the file stay."""
         found.update(parts)
         for name, part in parts.items():
+            before = content.get(name)
+            if name == "rows" and before and before["machine"] == machine:
+                part = {**before["results"], **part}
             content[name] = {
                 "machine": machine,
                 "product_gflop_per_s": product_rates,
