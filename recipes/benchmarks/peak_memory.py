@@ -4,10 +4,11 @@
     fused    a product, then ls_plugin.ops.label_smoothed_cross_entropy over its output
     stock    a product, then what fairseq's criterion computes
 
-MiB above what the inputs take. Usage: python recipes/benchmarks/peak_memory.py [--tokens N] [--columns C] [--classes V]
+MiB above what the inputs take. Usage: python recipes/benchmarks/peak_memory.py [--tokens N] [--columns C] [--classes V] [--out FILE.json]
 """
 
 import argparse
+import json
 import logging
 import resource
 import subprocess
@@ -56,14 +57,20 @@ def main() -> None:
     parser.add_argument("--columns", type=int, default=512)
     parser.add_argument("--classes", type=int, default=32_000)
     parser.add_argument("--way", choices=WAYS, help="measure this one, in this process")
+    parser.add_argument("--out", type=Path, help="write the result here as JSON")
     args = parser.parse_args()
     if args.way:
-        print(f"{args.way:<8}{loss_step(args.way, args.tokens, args.columns, args.classes):8.0f} MiB")
+        print(loss_step(args.way, args.tokens, args.columns, args.classes))
         return
+    mib = {}
     for way in WAYS:
         command = [sys.executable, __file__, *sys.argv[1:], "--way", way]
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-        print(done.stdout.splitlines()[-1])  # what fairseq's optional packages say comes before
+        mib[way] = float(done.stdout.splitlines()[-1])  # what fairseq's optional packages say comes before
+        print(f"{way:<8}{mib[way]:8.0f} MiB", flush=True)
+    if args.out:
+        sizes = {name: getattr(args, name) for name in ("tokens", "columns", "classes")}
+        args.out.write_text(json.dumps({**sizes, "mib": mib}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
