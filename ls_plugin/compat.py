@@ -108,8 +108,8 @@ def _init_with_args(stock, self, args, *more, **kwargs):
 
 
 def _build_fp32_params(stock, args, params, flatten: bool = True):
-    """The fp32 copy of the parameters; for ``flatten`` (N,) by device index, which is None on the CPU."""
-    if not flatten or params[0].device.type != "cpu":
+    """The fp32 copy of the parameters; for ``flatten`` (N,) by device index, which is None on the CPU and on the meta device."""
+    if not flatten or params[0].device.type == "cuda":
         return stock(args, params, flatten)
     flat = torch.nn.Parameter(torch.cat([p.detach().float().flatten() for p in params]))
     flat.grad = torch.zeros_like(flat)

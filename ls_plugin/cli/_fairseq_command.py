@@ -89,7 +89,7 @@ def run(
         # With another --user-dir both are imported: fairseq imports that one, and the worker function, which belongs to the plugin, brings
         # the plugin along wherever it is unpickled.
         if all(map(_is_plugin, _values(arguments, "--user-dir"))):
-            _check_arch(arguments)
+            check_arch(arguments)
             arguments = [*arguments, "--user-dir", str(PLUGIN_DIR)]
         sys.argv = [command, *arguments]
         cli_main()
@@ -180,7 +180,7 @@ def _is_plugin(user_dir: str) -> bool:
     return user_dir == PLUGIN_DIR.name
 
 
-def _check_arch(arguments: list[str]) -> None:
+def check_arch(arguments: list[str]) -> None:
     """Raises UnsupportedError for an unknown ``--arch``, with the nearest names; argparse would list all of some 200."""
     for arch in _values(arguments, "--arch", *_SHORT_FLAGS["--arch"]):
         if arch not in models.ARCH_MODEL_REGISTRY:

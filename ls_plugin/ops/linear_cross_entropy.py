@@ -146,7 +146,7 @@ class _PerToken(torch.autograd.Function):
         )
 
 
-def _forward(kernels, x, weight, target, token_weight, epsilon, ignore_index, needs_x_grad, needs_weight_grad):
+def linear_cross_entropy_forward(kernels, x, weight, target, token_weight, epsilon, ignore_index, needs_x_grad, needs_weight_grad):
     """(N, C), (V, C), (N,), fp32 (N,) or None -> loss, nll fp32 (N,) and the fp32 gradients of sum(token_weight * loss), or empty."""
     _check(x, weight, target)
     check_vocabulary(_OP, target, weight.shape[0], ignore_index)
@@ -246,7 +246,7 @@ def register(namespace: str) -> None:
     """Implementation and fake kernel for one build of the library; autograd is in :class:`_Sum` and :class:`_PerToken`."""
 
     def forward(*args):
-        return _forward(getattr(torch.ops, namespace), *args)
+        return linear_cross_entropy_forward(getattr(torch.ops, namespace), *args)
 
     torch.library.impl(f"{namespace}::{_OP}_forward", ("cpu", "cuda"), forward)
     torch.library.register_fake(f"{namespace}::{_OP}_forward", _forward_fake)

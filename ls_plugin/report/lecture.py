@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from ls_plugin.report.roofline import GPUS, Gpu, Op, seconds, total_seconds
+from ls_plugin.report.roofline import GPUS, Gpu, Op, total_seconds
 
 _FP16, _FP32, _MASK = 2, 4, 1  # bytes of an element; a dropout mask is of bools
 # FLOPs of an element, by which the lecture's 99.73 % and its 0.2 to 2 FLOP per byte come out.
@@ -17,12 +17,13 @@ _SOFTMAX_FLOPS, _LAYER_NORM_FLOPS = 5, 8
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """A figure of the lecture beside what the model gives."""
+    """A figure of the lecture beside what the model gives; ``digits`` behind the point, as many as the lecture gives."""
 
     name: str
     lecture: float
     model: float
     unit: str = ""
+    digits: int = 0
 
     @property
     def difference(self) -> float:
@@ -79,7 +80,7 @@ def encoder_layer(n_sentences: int, length: int, width: int, n_heads: int) -> tu
 
     def product(name: str, rows: int, inner: int, columns: int, count: int = 1) -> Op:
         n_bytes = _FP16 * count * (rows * inner + inner * columns + rows * columns)
-        return Op(name, "product", 2.0 * count * rows * inner * columns, n_bytes)
+        return Op(name, "product", 2.0 * count * rows * inner * columns, n_bytes, on_tensor_cores=True)
 
     def each(name: str, n_elements: int, n_streams: int = 2, flops: int = 1, masks: int = 0) -> Op:
         return Op(name, "elementwise", flops * n_elements, (n_streams * _FP16 + masks * _MASK) * n_elements)
@@ -154,18 +155,18 @@ def figures() -> list[Figure]:
     traffic = [sum(op.bytes for op in ops) for ops in training]
     layer = encoder_layer(8, 256, 1024, 16)
     unfused, _ = layer
-    products = [op for op in unfused if op.kind == "product"]
+    products = [op for op in unfused if op.on_tensor_cores]
     of_flops = sum(op.flops for op in products) / sum(op.flops for op in unfused)
     of_time = total_seconds(products, gpu, "fp16") / total_seconds(unfused, gpu, "fp16")
     return [
         Figure("elements of C = A + B where launch and traffic are equal", 518_333, equal_elements(gpu)),
         Figure("two MatAdd: array streams", 6, streams(two, n_add, _FP32)),
         Figure("TriMatAdd: array streams", 4, streams(one, n_add, _FP32)),
-        Figure("bias + dropout + residual: traffic, unfused over fused", 1.8, traffic[0] / traffic[1], "x"),
-        Figure("the same: time at 8 x 512 tokens, C 1,024", 1.9, faster(training, "fp32"), "x"),
-        Figure("the same: time at 1 token, C 4,096", 3.0, faster(decoding, "fp32"), "x"),
+        Figure("bias + dropout + residual: traffic, unfused over fused", 1.8, traffic[0] / traffic[1], "x", 1),
+        Figure("the same: time at 8 x 512 tokens, C 1,024", 1.9, faster(training, "fp32"), "x", 1),
+        Figure("the same: time at 1 token, C 4,096", 3.0, faster(decoding, "fp32"), "x", 1),
         Figure("encoder layer, 8 x 256 tokens, C 1,024, 16 heads, fp16: ops", 24, len(unfused)),
-        Figure("the same: products' share of FLOPs", 99.73, 100 * of_flops, "%"),
-        Figure("the same: products' share of time", 39.9, 100 * of_time, "%"),
-        Figure("the same: time, unfused over fused", 1.44, faster(layer, "fp16"), "x"),
+        Figure("the same: products' share of FLOPs", 99.73, 100 * of_flops, " %", 2),
+        Figure("the same: products' share of time", 39.9, 100 * of_time, " %", 1),
+        Figure("the same: time, unfused over fused", 1.44, faster(layer, "fp16"), "x", 2),
     ]

@@ -18,7 +18,7 @@ class Gpu:
 
     bytes_per_s: of its memory, reads plus writes.  product_flops: by precision, of matrix products (tensor cores; without sparsity; fp32 without
     TF32, which is torch's default); a precision that is missing has no hardware.  vector_flops: of everything else, which is computed in fp32.
-    source: where these are from.
+    source: which of NVIDIA's data sheets these are from.
     """
 
     name: str
@@ -37,28 +37,28 @@ GPUS = {
             1.555e12,
             {"fp16": 312e12, "bf16": 312e12, "fp32": 19.5e12},
             19.5e12,
-            "NVIDIA A100 Tensor Core GPU data sheet, SXM4 40 GB (the lecture's 1.555 TB/s)",
+            "A100 data sheet, SXM4 40 GB: the lecture's 1.555 TB/s",
         ),
         Gpu(
             "V100",
             0.9e12,
             {"fp16": 125e12, "fp32": 15.7e12},
             15.7e12,
-            "NVIDIA V100 Tensor Core GPU data sheet, SXM2; bf16 came with the generation after it",
+            "V100 data sheet, SXM2; no bf16 before Ampere",
         ),
         Gpu(
             "H100",
             3.35e12,
             {"fp16": 989e12, "bf16": 989e12, "fp32": 67e12},
             67e12,
-            "NVIDIA H100 Tensor Core GPU data sheet, SXM; half of its 1,979 TFLOP/s, which are with sparsity",
+            "H100 data sheet, SXM; half of the 1,979 with sparsity",
         ),
         Gpu(
             "H200",
             4.8e12,
             {"fp16": 989e12, "bf16": 989e12, "fp32": 67e12},
             67e12,
-            "NVIDIA H200 Tensor Core GPU data sheet, SXM; half of its 1,979 TFLOP/s, which are with sparsity",
+            "H200 data sheet, SXM; half of the 1,979 with sparsity",
         ),
     )
 }
@@ -68,7 +68,7 @@ GPUS = {
 class Op:
     """One op as the GPU meets it.
 
-    kind: what it is counted under in tables; "product" is what tensor cores compute.  bytes: read plus written, each tensor once per launch.
+    kind: what it is counted under in tables.  bytes: read plus written, each tensor once per launch.
     """
 
     name: str
@@ -76,11 +76,12 @@ class Op:
     flops: float
     bytes: float
     launches: int = 1
+    on_tensor_cores: bool = False
 
 
 def seconds(op: Op, gpu: Gpu, precision: str) -> float:
     """Launches and work of one op."""
-    rate = gpu.product_flops[precision] if op.kind == "product" else gpu.vector_flops
+    rate = gpu.product_flops[precision] if op.on_tensor_cores else gpu.vector_flops
     return op.launches * gpu.launch_s + max(op.bytes / gpu.bytes_per_s, op.flops / rate)
 
 

@@ -3,15 +3,9 @@
 import weakref
 
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-
-def storages(values) -> dict[int, torch.UntypedStorage]:
-    """The storages of all tensors in nested containers, by address of their C++ object."""
-    tensors = (value for value in tree_leaves(values) if isinstance(value, Tensor))
-    return {storage._cdata: storage for tensor in tensors for storage in (tensor.untyped_storage(),)}
+from ls_plugin.report.step import storages
 
 
 class LiveBytes(TorchDispatchMode):

@@ -1,12 +1,8 @@
 """One training step of a translation Transformer, stock fairseq beside ls: ops dispatched, host time, activation memory. On a CPU.
 
 Both sides are built by fairseq (task, model, criterion, optimizer and Trainer from a command line), post-norm unless --pre-norm, embeddings shared,
-dropout 0.1 at all three places, with padded batches from fairseq's own collater. A step is what Trainer.train_step does with one batch:
-
-    forward    criterion with model          clip      multiply_grads, clip_grad_norm
-    backward   optimizer.backward            update    zero_grad, optimizer.step
-
-An optimizer that defers work pays for it in the phase that does it.
+dropout 0.1 at all three places, with padded batches from fairseq's own collater. A step is what Trainer.train_step does with one batch,
+in the phases of ls_plugin/report/step.py.
 
 ops      One step under a TorchDispatchMode, which sees what autograd leaves over: forward and backward alike. A view returns memory of an input and
          writes nothing, an allocation gives memory that nothing has been written to; every other op is a kernel. Per layer: the difference between
@@ -38,7 +34,6 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -49,23 +44,18 @@ logging.disable(logging.WARNING)  # fairseq's remarks about optional packages, a
 
 import harness  # noqa: E402
 import torch  # noqa: E402
-from fairseq import options, tasks  # noqa: E402
 from fairseq.data.language_pair_dataset import collate  # noqa: E402
-from fairseq.dataclass.utils import convert_namespace_to_omegaconf  # noqa: E402
 from fairseq.trainer import Trainer  # noqa: E402
-from live_bytes import LiveBytes, storages  # noqa: E402
+from live_bytes import LiveBytes  # noqa: E402
 from torch import Tensor  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-import ls_plugin  # noqa: E402, F401 (registers ls_ names)
+from ls_plugin.report.step import CLIP_NORM, PHASES, OpCounter, build_trainer, step, storages  # noqa: E402
 
 KINDS = {
     "stock": ["--arch", "transformer", "--criterion", "label_smoothed_cross_entropy", "--optimizer", "adam"],
     "ls": ["--arch", "ls_transformer", "--criterion", "ls_label_smoothed_cross_entropy", "--optimizer", "ls_adam"],
 }
-PHASES = ("forward", "backward", "clip", "update")
 GOALS = {"ops": 1 / 3, "time": 1 / 4, "memory": 0.65}  # ls over stock, at most
-CLIP_NORM = 1.0
 WARM_UP_ROUNDS = 5
 RSS_MARK = "rss_bytes"
 
@@ -109,13 +99,7 @@ def build(kind: str, size: Size, encoder_layers: int, decoder_layers: int, pre_n
         arguments += [f"--{side}-layers", str(n_layers), f"--{side}-embed-dim", str(size.c)]
         arguments += [f"--{side}-ffn-embed-dim", str(size.f), f"--{side}-attention-heads", str(size.h)]
         arguments += [f"--{side}-normalize-before"] if pre_norm else []
-    cfg = convert_namespace_to_omegaconf(options.parse_args_and_arch(options.get_training_parser(), arguments))
-    torch.manual_seed(1)
-    task = tasks.setup_task(cfg.task)
-    trainer = Trainer(cfg, task, task.build_model(cfg.model), task.build_criterion(cfg.criterion))
-    trainer.model.train()
-    trainer.optimizer  # noqa: B018 (built when first asked for)
-    return trainer
+    return build_trainer(arguments)
 
 
 def make_batch(size: Size, trainer: Trainer, seed: int) -> dict:
@@ -136,50 +120,7 @@ def make_batch(size: Size, trainer: Trainer, seed: int) -> dict:
     return collate(samples, pad_idx=dictionary.pad(), eos_idx=dictionary.eos())
 
 
-def step(trainer: Trainer, sample: dict, zero_grad: bool = True) -> Iterator[str]:
-    """One training step; gives the name of each phase as it ends ("update" at the start too, for zero_grad)."""
-    optimizer = trainer.optimizer
-    if zero_grad:
-        optimizer.zero_grad()
-    yield "update"
-    loss, sample_size, _ = trainer.criterion(trainer.model, sample)
-    yield "forward"
-    optimizer.backward(loss)
-    yield "backward"
-    optimizer.multiply_grads(1.0 / sample_size)
-    optimizer.clip_grad_norm(CLIP_NORM)
-    yield "clip"
-    optimizer.step()
-    yield "update"
-
-
 # ---- Ops ----
-
-
-class OpCounter(TorchDispatchMode):
-    """Counts ops by name, apart for "kernel", "view" and "allocation"."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: dict[str, Counter] = {}
-        self.clear()
-
-    def clear(self) -> None:
-        self.counts = {category: Counter() for category in ("kernel", "view", "allocation")}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        self.counts[self.category(func, args, kwargs, result)][str(func)] += 1
-        return result
-
-    @staticmethod
-    def category(func, args, kwargs, result) -> str:
-        if func._schema.is_mutable:
-            return "kernel"
-        if "empty" in func._schema.name:
-            return "allocation"
-        outputs = storages(result)
-        return "view" if outputs and outputs.keys() <= storages((args, kwargs)).keys() else "kernel"
 
 
 def count_ops(kind: str, size: Size, encoder_layers: int, decoder_layers: int, pre_norm: bool) -> dict[str, dict]:

@@ -45,12 +45,12 @@ logging.disable(logging.WARNING)  # fairseq's remarks about optional packages
 import harness  # noqa: E402
 import torch  # noqa: E402
 from fairseq import optim  # noqa: E402
-from live_bytes import storages  # noqa: E402
 from omegaconf import OmegaConf  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 import ls_plugin  # noqa: E402, F401 (registers ls_ names)
 from ls_plugin import packing  # noqa: E402
+from ls_plugin.report.step import storages  # noqa: E402
 
 PHASES = ("scale", "clip", "step", "zero")
 WARM_UP_ROUNDS = 2

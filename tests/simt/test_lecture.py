@@ -1,6 +1,6 @@
 """The counting examples of lecture 10 (kernel fusion), measured: what fusion saves, and what it does not.
 
-The harness counts launches, bytes and barriers; time is the lecture's estimate for an A100 on paper, 4 us for a launch and 1.555 TB/s. The
+The harness counts launches, bytes and barriers; time is the lecture's estimate for an A100 on paper (ls_plugin/report/roofline.py). The
 kernels are in kernels/lecture.cu; beside them, where it has the same job, an op of ours.
 """
 
@@ -13,11 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from ls_plugin.report.roofline import GPUS
+
 from ..conftest import _load_simt_library, build_simt_library
 from .control import Simt, Stats
 from .test_simt_runtime import Kernels, build
 
-LAUNCH_S, BYTES_PER_S = 4e-6, 1.555e12
+A100 = GPUS["A100"]
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +45,7 @@ def moved(stats: Stats) -> int:
 
 
 def paper_us(n_launches: int, n_bytes: float) -> float:
-    return (n_launches * LAUNCH_S + n_bytes / BYTES_PER_S) * 1e6
+    return (n_launches * A100.launch_s + n_bytes / A100.bytes_per_s) * 1e6
 
 
 def test_tri_mat_add_moves_four_arrays_for_six(kernels):
@@ -67,7 +69,7 @@ def test_a_launch_costs_as_much_as_half_a_million_additions(kernels):
     n = 4096
     a, b, d, e = (torch.randn(n) for _ in range(4))
     bytes_per_addition = moved(run(kernels, "tri_mat_add", a, b, d, e, n, False)) / (2 * n)
-    assert int(LAUNCH_S * BYTES_PER_S / bytes_per_addition) == 518_333
+    assert int(A100.launch_s * A100.bytes_per_s / bytes_per_addition) == 518_333
 
 
 @pytest.mark.parametrize(
