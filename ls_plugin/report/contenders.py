@@ -12,7 +12,7 @@ from fairseq import models
 from fairseq.trainer import Trainer
 from torch import Tensor
 
-from ls_plugin import ops
+from ls_plugin import _library, ops
 from ls_plugin.cli._fairseq_command import check_arch
 from ls_plugin.errors import UnsupportedError, UsageError
 from ls_plugin.names import PREFIX, stock_name
@@ -84,8 +84,13 @@ def trace_steps(asked: Step, contender: str, sizes: Sequence[int]) -> Iterator[T
     """Builds a contender once and traces a step for each ``--max-tokens``.
 
     Raises:
+        UnsupportedError: no compiled library.
         UsageError: flags that fairseq does not know or that contradict one another, sentences longer than a batch or than the model's positions.
     """
+    if not _library.status().loaded:
+        raise UnsupportedError(
+            f"estimate: needs the compiled ops of ls, which are not there: {_library.status().reason}"
+        )
     short = [size for size in sizes if size < asked.length]
     if short:
         raise UsageError(

@@ -25,7 +25,7 @@ from ls_plugin.report.roofline import GPUS, Gpu, seconds
 
 MARK = "ESTIMATE, no measurement"
 _FORMULA = "time = launches x launch cost + max(bytes / bandwidth, FLOPs / rate), op by op"
-_CONSTANTS = "Constants (rates in TFLOP/s; launch: the lecture's 4 us, of its 3 to 5; the rest: NVIDIA's data sheets)"
+_CONSTANTS = "Constants (products and other ops in TFLOP/s; launch: the lecture's 4 us, of its 3 to 5; the rest: NVIDIA's data sheets)"
 _CLIP_PHASES = ("clip", "update")  # of the optimizer
 _PRECISIONS = ("fp16", "bf16", "fp32")
 
@@ -241,7 +241,7 @@ def _ratio(of: dict, contender: str, gpu: Gpu) -> str:
 def _step_table(results: Sequence[dict], gpu: Gpu) -> tuple[list[str], list[list[str]]]:
     names = list(dict.fromkeys(r["contender"] for r in results))
     others = [name for name in names if name != "ls"]
-    header = ["architecture", "tokens", *names, *(f"ls over {name}" for name in others), "launches' share, stock / ls"]
+    header = ["architecture", "tokens", *names, *(f"over {name}" for name in others), "launches' share, stock / ls"]
     rows = []
     for (arch, _), of in _by_contender(results).items():
         times = {name: r["gpus"][gpu.name] for name, r in of.items()}
@@ -262,9 +262,9 @@ def _work_table(results: Sequence[dict]) -> tuple[list[str], list[list[str]]]:
         work = [
             f"{r['launches']:,}",
             str(r["host_reads"]),
-            f"{r['bytes'] / 1e9:.1f}",
-            f"{update / 1e9:.1f}",
-            f"{r['flops'] / 1e12:.2f}",
+            f"{r['bytes'] / 1e9:.3g}",
+            f"{update / 1e9:.3g}",
+            f"{r['flops'] / 1e12:.3g}",
         ]
         rows.append([r["arch"], tokens, r["contender"], *work])
     return header, rows
@@ -336,7 +336,8 @@ def _reasons(results: dict) -> str:
         parameters=round(ours["n_parameters"] / 1e6),
         sync_ms=1e3 * 2 * (n_gpus - 1) / n_gpus * 2 * ours["n_parameters"] / bytes_per_s,
         length=ours["sentence_length"],
-        ls_copies=ours["kinds"][COPIES]["launches"],
+        copies_ms=ours["gpus"][published.GPU]["kinds"][COPIES],
+        ls_ms=ours["gpus"][published.GPU]["ms"],
     )
 
 

@@ -37,7 +37,7 @@ GPUS = {
             1.555e12,
             {"fp16": 312e12, "bf16": 312e12, "fp32": 19.5e12},
             19.5e12,
-            "A100 data sheet, SXM4 40 GB: the lecture's 1.555 TB/s",
+            "A100 data sheet, SXM4 40 GB, as in the lecture",
         ),
         Gpu(
             "V100",
@@ -51,14 +51,14 @@ GPUS = {
             3.35e12,
             {"fp16": 989e12, "bf16": 989e12, "fp32": 67e12},
             67e12,
-            "H100 data sheet, SXM; half of the 1,979 with sparsity",
+            "H100 data sheet, SXM; half of 1,979, sparse",
         ),
         Gpu(
             "H200",
             4.8e12,
             {"fp16": 989e12, "bf16": 989e12, "fp32": 67e12},
             67e12,
-            "H200 data sheet, SXM; half of the 1,979 with sparsity",
+            "H200 data sheet, SXM; half of 1,979, sparse",
         ),
     )
 }

@@ -17,7 +17,6 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.trainer import Trainer
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 PHASES = ("forward", "backward", "clip", "update")
 CLIP_NORM = 1.0
@@ -70,10 +69,20 @@ def step(trainer: Trainer, sample: dict, zero_grad: bool = True) -> Iterator[str
     yield "update"
 
 
+def tensors_in(values) -> Iterator[Tensor]:
+    """All tensors in nested lists, tuples and dicts; several times as fast as torch's own, which knows every kind of container."""
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, (list, tuple)):
+        for value in values:
+            yield from tensors_in(value)
+    elif isinstance(values, dict):
+        yield from tensors_in(list(values.values()))
+
+
 def storages(values) -> dict[int, torch.UntypedStorage]:
     """The storages of all tensors in nested containers, by address of their C++ object."""
-    tensors = (value for value in tree_leaves(values) if isinstance(value, Tensor))
-    return {storage._cdata: storage for tensor in tensors for storage in (tensor.untyped_storage(),)}
+    return {storage._cdata: storage for tensor in tensors_in(values) for storage in (tensor.untyped_storage(),)}
 
 
 def category(func, args, kwargs, result) -> str:

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 
-_FILE_WIDTH = 140
+_FILE_WIDTH = 150
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

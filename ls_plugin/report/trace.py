@@ -16,6 +16,7 @@ one an op, but where torch or ls launch more.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import weakref
 from collections.abc import Iterator
@@ -24,13 +25,12 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from ls_plugin import _library
 from ls_plugin.ops.linear_cross_entropy import linear_cross_entropy_forward
 from ls_plugin.report.roofline import Op
-from ls_plugin.report.step import category
+from ls_plugin.report.step import category, tensors_in
 
 aten = torch.ops.aten
 
@@ -107,7 +107,7 @@ class Trace(TorchDispatchMode):
             return self._answer(args[0])
         if func is aten._to_copy.default and args[0].is_meta and _goes_to_host(kwargs):
             return args[0]  # to the "device" that fairseq takes where there is no GPU
-        if func is torch.ops.ls.linear_cross_entropy_forward.default:  # a sequence of other ops
+        if name == "linear_cross_entropy_forward":  # a sequence of other ops
             with self:
                 return linear_cross_entropy_forward(torch.ops.ls, *args)
         if func._can_decompose() and func is not torch.ops.prim.device.default:
@@ -116,11 +116,13 @@ class Trace(TorchDispatchMode):
             if result is not NotImplemented:
                 return result
         result = func(*args, **kwargs)
-        touched = [t for t in tree_leaves((args, kwargs, result)) if isinstance(t, Tensor)]
-        if any(t.is_meta for t in touched) and category(func, args, kwargs, result) == "kernel":
+        if (
+            any(t.is_meta for t in tensors_in((args, kwargs, result)))
+            and category(func, args, kwargs, result) == "kernel"
+        ):
             self.ops.append(_describe(func, name, args, kwargs, result))
-            for t in tree_leaves(result):
-                if isinstance(t, Tensor) and t.dtype == torch.bool and t.numel() == 1:
+            for t in tensors_in(result):
+                if t.dtype == torch.bool and t.numel() == 1:
                     self._made_by[id(t)] = weakref.ref(t), name
         return result
 
@@ -140,13 +142,13 @@ def _goes_to_host(kwargs: dict) -> bool:
 def _describe(func, name: str, args, kwargs, result) -> Op:
     base = name.rstrip("_")
     packet = getattr(aten, base, None) if func.namespace == "aten" else None
-    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    given = dict(zip(_arguments(func), args, strict=False)) | kwargs
     if packet in flop_registry:
         kind = ATTENTION if "attention" in base else PRODUCTS
         flops, on_tensor_cores = flop_registry[packet](*args, **kwargs, out_val=result), True
     else:
         kind = next((kind for beginnings, kind in _KIND_OF if name.startswith(beginnings)), ELEMENTWISE)
-        largest = max((_elements(t) for t in tree_leaves((args, kwargs, result)) if isinstance(t, Tensor)), default=0)
+        largest = max(map(_elements, tensors_in((args, kwargs, result))), default=0)
         flops, on_tensor_cores = _FLOPS.get(kind, 1) * largest, False
     n_bytes, launches = _bytes(func, name, given, result), _launches(name, given)
     return Op(f"{func.namespace}::{name}", kind, float(flops), n_bytes, launches, on_tensor_cores)
@@ -175,35 +177,38 @@ def _size(t: Tensor) -> int:
     return _elements(t) * t.element_size()
 
 
+@functools.cache
+def _arguments(func) -> dict[str, tuple[bool, bool]]:
+    """Of each argument in the op's schema whether it is written, and whether it is one of those (``out=``) that are not read."""
+    arguments = {}
+    for a in func._schema.arguments:
+        is_written = a.alias_info is not None and a.alias_info.is_write
+        arguments[a.name] = is_written, is_written and a.kwarg_only
+    return arguments
+
+
 def _bytes(func, name: str, given: dict, result) -> float:
     """Read plus written."""
-    results = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
-    total, seen = 0, set()
-    for argument in func._schema.arguments:
-        is_written = argument.alias_info is not None and argument.alias_info.is_write
-        if (name, argument.name) == ("adam_step", "grad"):
+    results = list(tensors_in(result))
+    total, seen, changed = 0, set(), set()
+    for argument, (is_written, only_written) in _arguments(func).items():
+        if (name, argument) == ("adam_step", "grad"):
             is_written = given["zero_grad"]
-        only_written = (argument.kwarg_only and is_written) or argument.name in _ONLY_WRITTEN.get(name, ())
-        for t in tree_leaves(given.get(argument.name)):
-            if not isinstance(t, Tensor):
-                continue
+        only_written = only_written or argument in _ONLY_WRITTEN.get(name, ())
+        for t in tensors_in(given.get(argument)):
             size = _size(t)
-            if _LOOKED_UP.get(name) == argument.name:
+            if _LOOKED_UP.get(name) == argument:
                 size = min(size, sum(map(_size, results)))
-            elif name in _SCATTERED and _SCATTERED[name][0] == argument.name:
+            elif name in _SCATTERED and _SCATTERED[name][0] == argument:
                 size = min(size, _size(given[_SCATTERED[name][1]]))
             place = (t.untyped_storage()._cdata, t.storage_offset(), t.shape)
             if place not in seen and not only_written:
                 total += size
             if is_written:
                 total += size
+                changed.add(place[0])
             seen.add(place)
-    written = (
-        {t.untyped_storage()._cdata for t in tree_leaves(given) if isinstance(t, Tensor)}
-        if func._schema.is_mutable
-        else set()
-    )
-    return float(total + sum(_size(t) for t in results if t.untyped_storage()._cdata not in written))
+    return float(total + sum(_size(t) for t in results if t.untyped_storage()._cdata not in changed))
 
 
 # ---- A GPU's ways ----
