@@ -385,38 +385,35 @@ def _draw(path: Path, precision: str, gpus: Sequence[Gpu], results: Sequence[dic
 
     pyplot = _import_matplotlib()
     groups = _by_contender(results)
-    archs = list(dict.fromkeys(arch for arch, _ in groups))
     names = list(dict.fromkeys(r["contender"] for r in results))
+    sizes = list(dict.fromkeys(size for _, size in groups))
+    panels = [(arch, gpu) for arch in dict.fromkeys(arch for arch, _ in groups) for gpu in gpus]
+    n_columns = min(2, len(panels))
+    n_rows = -(-len(panels) // n_columns)
     colours = dict(zip(KINDS, pyplot.get_cmap("tab10").colors, strict=False))
-    figure, axes = pyplot.subplots(
-        len(archs), len(gpus), figsize=(1.6 + (1.2 + 1.1 * len(groups) / len(archs)) * len(gpus) + 2.4, 0.6 + 3.4 * len(archs)),
-        squeeze=False, sharey=True, layout="constrained",
-    )  # fmt: skip
+    inches = (2.4 + (1.2 + 1.1 * len(sizes)) * n_columns, 0.6 + 3.4 * n_rows)
+    figure, axes = pyplot.subplots(n_rows, n_columns, figsize=inches, squeeze=False, sharey=True, layout="constrained")
     width = 0.8 / len(names)
-    for row, arch in zip(axes, archs, strict=True):
-        sizes = [size for a, size in groups if a == arch]
-        for axis, gpu in zip(row, gpus, strict=True):
-            for i, size in enumerate(sizes):
-                of = groups[arch, size]
-                whole = of["stock"]["gpus"][gpu.name]["ms"]
-                for j, name in enumerate(names):
-                    time, bottom, x = of[name]["gpus"][gpu.name], 0.0, i + (j - (len(names) - 1) / 2) * width
-                    for kind in KINDS:
-                        share = 100 * time["kinds"][kind] / whole
-                        axis.bar(
-                            x,
-                            share,
-                            0.92 * width,
-                            bottom=bottom,
-                            color=colours[kind],
-                            label=kind if i == j == 0 else None,
-                        )
-                        bottom += share
-                    axis.text(x, bottom + 1, f"{name}\n{time['ms']:.3g} ms", ha="center", va="bottom", fontsize=6)
-            axis.set_xticks(range(len(sizes)), [f"{size:,} tokens" for size in sizes], fontsize=8)
-            axis.set_ylim(0, 118)
-            axis.set_title(f"{arch}, {gpu.name}, {precision}", fontsize=8)
-            axis.spines[["top", "right"]].set_visible(False)
+    for axis, (arch, gpu) in zip(axes.flat, panels, strict=False):
+        for i, size in enumerate(sizes):
+            of = groups[arch, size]
+            whole = of["stock"]["gpus"][gpu.name]["ms"]
+            for j, name in enumerate(names):
+                time, bottom, x = of[name]["gpus"][gpu.name], 0.0, i + (j - (len(names) - 1) / 2) * width
+                for kind in KINDS:
+                    share = 100 * time["kinds"][kind] / whole
+                    label = kind if i == j == 0 else None
+                    axis.bar(x, share, 0.92 * width, bottom=bottom, color=colours[kind], label=label)
+                    bottom += share
+                short = name.removeprefix("stock ")
+                axis.text(x, bottom + 1, f"{short}\n{time['ms']:.3g} ms", ha="center", va="bottom", fontsize=6)
+        axis.set_xticks(range(len(sizes)), [f"{size:,} tokens" for size in sizes], fontsize=8)
+        axis.set_ylim(0, 118)
+        axis.set_title(f"{arch}, {gpu.name}, {precision}", fontsize=8)
+        axis.spines[["top", "right"]].set_visible(False)
+    for axis in axes.flat[len(panels) :]:
+        axis.set_visible(False)
+    for row in axes:
         row[0].set_ylabel("% of stock's time")
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside right upper", fontsize=7, frameon=False)
