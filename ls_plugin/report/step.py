@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from unittest import mock
 
 import torch
 from fairseq import options, tasks
@@ -34,7 +35,8 @@ def build_trainer(arguments: Sequence[str], device: str | None = None) -> Traine
     if device is None:
         model = task.build_model(cfg.model)
     else:
-        with torch.device(device):
+        # fairseq's init_bert_params draws on the host, where a tensor without values cannot go.
+        with torch.device(device), mock.patch.object(Tensor, "cpu", lambda t: t):
             model = task.build_model(cfg.model)
         model.to = _unless_elsewhere(model)
     trainer = Trainer(cfg, task, model, task.build_criterion(cfg.criterion))

@@ -176,6 +176,13 @@ def test_language_models_are_traced():
     assert fused == ["forward", "backward"]
 
 
+@needs_library
+def test_bart_is_traced():
+    """Its initial weights are drawn on the host, where tensors without values cannot go."""
+    flags = (*TINY, "--encoder-attention-heads", "4", "--decoder-attention-heads", "4")
+    assert one_step("stock", arch="bart_base", flags=flags).launches > one_step("stock").launches
+
+
 # ---- The command ----
 
 
