@@ -6,10 +6,12 @@ imports torch, fairseq and the like inside of its functions, so that ``--help`` 
 
 import argparse
 import importlib
+import logging
 import sys
 
 COMMAND = "lightseq-report"
 SUBCOMMANDS = {
+    "run": "trains one command in turn as stock, as stock with what PyTorch offers, and as ls: speed, memory, losses",
     "estimate": "the time of a training step on GPUs that are not there, stock beside ls: a model, no measurement",
 }
 
@@ -37,7 +39,9 @@ def main() -> None:
     args = parser(sys.argv[1:]).parse_args()
     import ls_plugin
 
+    logging.disable(logging.INFO)  # fairseq's remarks about optional packages
     ls_plugin.register()
+    logging.disable(logging.NOTSET)
     from ls_plugin.cli._fairseq_command import run_own
 
     run_own(COMMAND, lambda: sys.exit(_module(args.subcommand).run(args)))

@@ -8,6 +8,11 @@ import statistics
 from ls_plugin.report.records import LOSS_TOLERANCE, PHASES, Run
 
 
+def quartiles(values: list[float]) -> tuple[float, float, float]:
+    """Of a single value, that value."""
+    return tuple(statistics.quantiles(values, n=4)) if len(values) > 1 else (values[0],) * 3
+
+
 def step_ms(runs: list[Run]) -> list[float]:
     """Of each timed update that all runs have, the median over the runs."""
     return [
@@ -19,7 +24,9 @@ def step_ms(runs: list[Run]) -> list[float]:
 @dataclasses.dataclass(frozen=True)
 class Figures:
     """Of one contender in one row: medians over the timed updates. Losses in bits per target token. run_spread: how much slower the slowest run was
-    than the fastest, by their medians; much of it says that something else used the machine."""
+    than the fastest, by their medians; much of it says that something else used the machine. phase_ms: {} where no update was split.
+    startup_s: from the start of the process to the first update. kernels: of a step, None where they were not counted. final_loss: over the
+    last quarter of the updates; valid_loss: of the last validation."""
 
     runs: int
     updates: int
@@ -29,7 +36,11 @@ class Figures:
     tokens_per_s: float
     phase_ms: dict[str, float]
     peak_rss_mib: float
+    peak_gpu_mib: float
     startup_s: float
+    kernels: int | None
+    final_loss: float
+    valid_loss: float | None
     losses: list[float]
     step_ms_runs: list[list[float]]
 
@@ -39,7 +50,7 @@ def medians(runs: list[Run]) -> Figures:
     updates = [update for run in runs for update in run.timed]
     splits = [update["phase_ms"] for run in runs for update in run.split]
     steps = [update["step_ms"] for update in updates]
-    first, _, third = statistics.quantiles(steps, n=4)
+    first, _, third = quartiles(steps)
     steps_ms = step_ms(runs)
     of_runs = [statistics.median(update["step_ms"] for update in run.timed) for run in runs]
     tokens = [update["tokens"] for update in runs[0].timed]
@@ -50,9 +61,13 @@ def medians(runs: list[Run]) -> Figures:
         step_ms_quartiles=(first, third),
         run_spread=max(of_runs) / min(of_runs) - 1,
         tokens_per_s=statistics.median(1e3 * n / ms for n, ms in zip(tokens, steps_ms, strict=False)),
-        phase_ms={phase: statistics.median(split[phase] for split in splits) for phase in PHASES},
+        phase_ms={phase: statistics.median(split[phase] for split in splits) for phase in PHASES} if splits else {},
         peak_rss_mib=max(run.updates[-1]["peak_rss_mib"] for run in runs),
+        peak_gpu_mib=max(update["peak_gpu_mib"] for run in runs for update in run.updates),
         startup_s=statistics.median(run.startup_s for run in runs),
+        kernels=next((run.kernels for run in runs if run.kernels is not None), None),
+        final_loss=statistics.fmean(run.final_loss() for run in runs),
+        valid_loss=runs[0].valid[-1][1] if runs[0].valid else None,
         losses=[round(loss, 4) for loss in runs[0].losses],
         step_ms_runs=[[update["step_ms"] for update in run.timed] for run in runs],
     )
@@ -71,10 +86,10 @@ class Speedup:
     why_not: str = ""
 
 
-def speedup(base: list[Run], runs: list[Run]) -> Speedup:
-    """Of ``runs`` over ``base``, refused where they had other batches or their losses part by more than LOSS_TOLERANCE."""
+def speedup(base: list[Run], runs: list[Run], tolerance: float = LOSS_TOLERANCE) -> Speedup:
+    """Of ``runs`` over ``base``, refused where they had other batches or their losses part by more than the tolerance, relative."""
     ratios = [b / r for b, r in zip(step_ms(base), step_ms(runs), strict=False)]
-    first, middle, third = statistics.quantiles(ratios, n=4)
+    first, middle, third = quartiles(ratios)
     n = min(len(run.updates) for run in (*base, *runs))
     tail = slice(n - max(1, n // 4), n)
     losses = [statistics.fmean(statistics.fmean(run.losses[tail]) for run in side) for side in (base, runs)]
@@ -83,8 +98,8 @@ def speedup(base: list[Run], runs: list[Run]) -> Speedup:
     why_not = ""
     if len(shapes) > 1:
         why_not = "they had other batches"
-    elif not abs(difference) <= LOSS_TOLERANCE:  # a NaN parts, too
-        why_not = f"losses part by {difference:+.2%}, tolerance {LOSS_TOLERANCE:.0%}"
+    elif not abs(difference) <= tolerance:  # a NaN parts, too
+        why_not = f"losses part by {difference:+.2%}, tolerance {100 * tolerance:g}% ({losses[0]:.3f} and {losses[1]:.3f} bits per token)"
     return Speedup(None if why_not else middle, (first, third), difference, why_not)
 
 

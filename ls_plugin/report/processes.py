@@ -73,11 +73,11 @@ def environment(threads: int) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def process(command: list[str], log: Path, env: dict[str, str]) -> Iterator[subprocess.Popen]:
-    """The command in the log's folder, with what it says appended to the log; leaving the block ends it, and what it has started."""
+def process(command: list[str], log: Path, env: dict[str, str], cwd: Path | None = None) -> Iterator[subprocess.Popen]:
+    """The command in ``cwd``, or the log's folder, with what it says appended to the log; leaving the block ends it, and what it has started."""
     with log.open("a", encoding="utf-8") as output:
         started = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env=env, cwd=log.parent, start_new_session=True
+            command, stdout=output, stderr=subprocess.STDOUT, env=env, cwd=cwd or log.parent, start_new_session=True
         )
         try:
             yield started

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 STOPWATCH = Path(__file__).with_name("timed_train.py")  # run by its path, since stock must not import the plugin
-PHASES = ("forward", "backward", "clip", "update", "rest")
+PHASES = ("forward", "backward", "sync", "clip", "update", "rest")
 WARMUP_UPDATES = 10  # left out of the timings: first touch of memory, thread start, library set-up
 # Dropout masks differ between the two, so losses agree only as far as two seeds of one of them would. Relative; of the mean
 # over the last quarter of the updates.
@@ -33,6 +33,7 @@ class Run:
     threads: int = 0
     device: str = ""
     n_params: int = 0
+    kernels: int | None = None  # of one update
     startup_s: float = 0.0
     finished: bool = False
     interrupted: bool = False
@@ -76,9 +77,7 @@ def read_run(path: Path, warm_up: int = WARMUP_UPDATES) -> Run:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
-        raise RecordError(
-            f"report: {path} must be a record of timed_train.py, found none; run the quickstart again"
-        ) from None
+        raise RecordError(f"report: {path} must be a record of timed_train.py, found none; run it again") from None
     run, offset_s = Run("", warm_up=warm_up), 0.0
     for number, line in enumerate(lines, 1):
         try:
@@ -90,6 +89,8 @@ def read_run(path: Path, warm_up: int = WARMUP_UPDATES) -> Run:
                 offset_s = run.updates[-1]["time_s"] if run.updates else 0.0
             elif "end" in entry:
                 run.finished, run.interrupted = True, entry["interrupted"]
+            elif "kernels" in entry:
+                run.kernels = entry["kernels"]
             elif "valid_loss" in entry:
                 if entry["valid_loss"] is not None:
                     run.valid.append((entry["update"], float(entry["valid_loss"])))
@@ -97,13 +98,15 @@ def read_run(path: Path, warm_up: int = WARMUP_UPDATES) -> Run:
                 # Updates after the checkpoint that a killed run was continued from are done again.
                 while run.updates and run.updates[-1]["update"] >= entry["update"]:
                     run.updates.pop()
+                if entry["phase_ms"] is not None and set(entry["phase_ms"]) != set(PHASES):
+                    raise ValueError(f"phases must be {', '.join(PHASES)}")
                 run.updates.append({**entry, "time_s": entry["time_s"] + offset_s})
         except (ValueError, KeyError, TypeError) as error:
             if number == len(lines):
                 break
             raise RecordError(
-                f"report: {path}, line {number}: expected a line of timed_train.py, got {line[:60]!r} ({error}); "
-                "delete the file and run the quickstart again"
+                f"report: {path}, line {number}: expected a line of this version's timed_train.py, got {line[:60]!r} ({error}); "
+                "delete the file and run it again"
             ) from error
     return run
 

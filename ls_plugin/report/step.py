@@ -1,4 +1,4 @@
-"""One training step of fairseq's, stock or ls, phase by phase; and which of the ops in it are kernels.
+"""One training step of fairseq's, stock or ls, phase by phase.
 
     forward    criterion with model          clip      multiply_grads, clip_grad_norm
     backward   optimizer.backward            update    zero_grad, optimizer.step
@@ -8,7 +8,6 @@ An optimizer that defers work pays for it in the phase that does it.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from unittest import mock
 
@@ -16,8 +15,6 @@ import torch
 from fairseq import options, tasks
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.trainer import Trainer
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 PHASES = ("forward", "backward", "clip", "update")
 CLIP_NORM = 1.0
@@ -69,46 +66,3 @@ def step(trainer: Trainer, sample: dict, zero_grad: bool = True) -> Iterator[str
     yield "clip"
     optimizer.step()
     yield "update"
-
-
-def tensors_in(values) -> Iterator[Tensor]:
-    """All tensors in nested lists, tuples and dicts; several times as fast as torch's own, which knows every kind of container."""
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, (list, tuple)):
-        for value in values:
-            yield from tensors_in(value)
-    elif isinstance(values, dict):
-        yield from tensors_in(list(values.values()))
-
-
-def storages(values) -> dict[int, torch.UntypedStorage]:
-    """The storages of all tensors in nested containers, by address of their C++ object."""
-    return {storage._cdata: storage for tensor in tensors_in(values) for storage in (tensor.untyped_storage(),)}
-
-
-def category(func, args, kwargs, result) -> str:
-    """What an op that autograd leaves over does: "kernel", "view" (memory of an input, nothing written) or "allocation"."""
-    if func._schema.is_mutable:
-        return "kernel"
-    if "empty" in func._schema.name:
-        return "allocation"
-    outputs = storages(result)
-    return "view" if outputs and outputs.keys() <= storages((args, kwargs)).keys() else "kernel"
-
-
-class OpCounter(TorchDispatchMode):
-    """Counts ops by name, apart for "kernel", "view" and "allocation"."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: dict[str, Counter] = {}
-        self.clear()
-
-    def clear(self) -> None:
-        self.counts = {category: Counter() for category in ("kernel", "view", "allocation")}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        self.counts[category(func, args, kwargs, result)][str(func)] += 1
-        return result

@@ -1,26 +1,34 @@
 """fairseq-train or lightseq-train, with a stop-watch: the same one for both.
 
-    python ls_plugin/report/timed_train.py RECORD {stock,ls} [--deadline T] [--stock-with NAMES] [--split-every N] -- ARGUMENTS OF fairseq-train
+    python ls_plugin/report/timed_train.py RECORD {stock,ls} [--deadline T] [--stock-with NAMES] [--split-every N] [--count-at N] -- ARGUMENTS OF fairseq-train
 
 Runs the real command in this process and appends one JSON line to RECORD for its start, each update, each validation and
 its end (``records.py`` reads them). At the deadline (Unix time) or on SIGTERM the run ends after the update in hand, with a
 checkpoint, as at --max-update.
 
-What the phases hold, by fairseq's Trainer: forward = the criterion with the model, backward = optimizer.backward, clip =
-clip_grad_norm, update = zero_grad + multiply_grads + optimizer step, rest = everything else until the next update ends (data,
-seeding, logging). An optimizer that defers work pays for it in the phase that does it.
+What the phases hold, by fairseq's Trainer: forward = the criterion with the model, backward = optimizer.backward, sync = all_reduce_grads
+and what the backward waits for other processes once this one has its gradients, clip = clip_grad_norm, update = zero_grad + multiply_grads +
+optimizer step, rest = everything else until the next update ends (data, seeding, logging). An optimizer that defers work pays for it in the
+phase that does it. A validation is in none of them.
 
 Only every fourth update is split into phases, unless --split-every says otherwise. On a GPU a phase can be timed only by waiting for the device at its end, which takes
 away the overlap of host and device; so the other updates wait once, when they end, and the speed is taken from those alone.
 
---stock-with adds to stock what PyTorch offers today, e.g. medium+fused_adam (``BASELINES``): the best that stock can be made to do.
+--stock-with adds to stock what PyTorch offers today, e.g. medium+fused_adam (``BASELINES``): the best that stock can be made to do. Stock by
+itself trains without apex, which fairseq would use where it is installed; --stock-with apex lets it.
+
+--count-at N counts the kernels that update N launches, and records no times of it.
+
+Under torchrun rank 0 keeps the record. fairseq's own reading of torchrun's variables needs GPUs; on a CPU both kinds are told the same by flags.
 """
 
 import argparse
 import contextlib
 import functools
+import importlib.util
 import json
 import math
+import os
 import resource
 import signal
 import sys
@@ -35,11 +43,15 @@ PHASES_EVERY = 4  # updates
 class Stopwatch:
     """Times the phases of each update by wrapping methods of fairseq's Trainer, task and optimizer."""
 
-    def __init__(self, record_path: str, kind: str, deadline: float | None, split_every: int = PHASES_EVERY):
+    def __init__(
+        self, record_path: str, kind: str, deadline: float | None, split_every: int = PHASES_EVERY, count_at: int = 0
+    ):
         self.record = open(record_path, "a", encoding="utf-8")  # noqa: SIM115 (open as long as the process lives)
         self.kind = kind
         self.deadline = deadline or math.inf
         self.split_every = split_every
+        self.count_at = count_at
+        self.hides_kernels = False  # compiled for a CPU, an update does not show what it is made of
         self.stopping = False
         self.splitting = False  # whether the update in hand is split into phases
         self.phase_s: dict[str, float] = defaultdict(float)
@@ -85,7 +97,8 @@ class Stopwatch:
         def build_and_wrap(trainer):
             build_optimizer(trainer)
             optimizer = trainer._optimizer
-            optimizer.backward = self.timed("backward", optimizer.backward)
+            optimizer.backward = self.timed("backward", self.waiting_apart(optimizer.backward))
+            optimizer.all_reduce_grads = self.timed("sync", optimizer.all_reduce_grads)
             for name in ("zero_grad", "multiply_grads"):
                 setattr(optimizer, name, self.timed("update", getattr(optimizer, name)))
 
@@ -102,7 +115,9 @@ class Stopwatch:
                 self.gpu_peak_bytes = max(self.gpu_peak_bytes, torch.cuda.max_memory_allocated())
 
         def validate_logged(cfg, trainer, *args, **kwargs):
+            began = self.now()
             losses = validate(cfg, trainer, *args, **kwargs)
+            self.last_s += self.now() - began  # no time of the next update
             self.write(update=trainer.get_num_updates(), valid_loss=losses[0])
             return losses
 
@@ -110,7 +125,10 @@ class Stopwatch:
             if self.first_s is None:
                 self.first_s = self.last_s = self.now()
                 self.write_start(trainer.model)
-            self.splitting = (trainer.get_num_updates() + 1) % self.split_every == 0
+            update = trainer.get_num_updates() + 1
+            if update == self.count_at:
+                return self.count(functools.partial(train_step, trainer, samples, *args, **kwargs))
+            self.splitting = update % self.split_every == 0
             self.phase_s.clear()
             self.logged.clear()
             batches = [batch_shape(sample) for sample in samples if sample]
@@ -128,6 +146,44 @@ class Stopwatch:
         FairseqTask.train_step = self.timed("forward", task_step_logged)
         FairseqTask.optimizer_step = self.timed("update", optimizer_step)
         fairseq_cli.train.validate = validate_logged
+
+    def waiting_apart(self, backward):
+        """optimizer.backward; in the updates that are split, what it waits for other processes is no time of its own but sync's."""
+        import torch
+        from torch.autograd import Variable
+
+        def wrapper(loss, *args, **kwargs):
+            if not (self.splitting and torch.distributed.is_initialized()):
+                return backward(loss, *args, **kwargs)
+            done: list[float] = []
+
+            def note() -> None:
+                # Not the whole device: NCCL's streams are what is waited for.
+                if torch.cuda.is_initialized():
+                    torch.cuda.current_stream().synchronize()
+                done.append(time.perf_counter())
+
+            # Callbacks run when all gradients are there, in the order in which they were asked for: PyTorch's wrapper, which waits in its own,
+            # asks later.
+            loss.register_hook(lambda grad: Variable._execution_engine.queue_callback(note))
+            result = backward(loss, *args, **kwargs)
+            self.phase_s["waited"] += self.now() - done[-1]
+            return result
+
+        return wrapper
+
+    def count(self, train_step):
+        """Runs an update and records how many kernels it launches."""
+        self.splitting = False
+        if self.hides_kernels:
+            self.write(kernels=None)
+            return train_step()
+        spec = importlib.util.spec_from_file_location("dispatched", Path(__file__).with_name("dispatched.py"))
+        dispatched = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(dispatched)
+        results = []
+        self.write(kernels=dispatched.count_kernels(lambda: results.append(train_step())))
+        return results[0]
 
     def write_start(self, model) -> None:
         import torch
@@ -164,8 +220,10 @@ class Stopwatch:
 
     def phase_ms(self, step_s: float) -> dict[str, float]:
         """The phases of an update that took ``step_s``; they add up to it."""
-        phases_s = {name: self.phase_s[name] for name in ("forward", "backward", "clip", "update")}
+        phases_s = {name: self.phase_s[name] for name in ("forward", "backward", "sync", "clip", "update")}
         phases_s["forward"] -= phases_s["backward"]  # the task's step holds both
+        phases_s["backward"] -= self.phase_s["waited"]
+        phases_s["sync"] += self.phase_s["waited"]
         phases_s["rest"] = step_s - sum(phases_s.values())
         return {name: round(seconds * 1e3, 3) for name, seconds in phases_s.items()}
 
@@ -234,27 +292,57 @@ def compiled() -> None:
         criterion.compute_loss = torch.compile(criterion.compute_loss, dynamic=True)
 
 
-BASELINES = {"medium": medium, "fused_adam": fused_adam, "compile": compiled}
+def apex() -> None:
+    """Nothing to be done: fairseq takes apex's fused Adam and layer norm by itself where it can import them, and :func:`main` has let it.
+
+    Raises:
+        ImportError: it cannot.
+    """
+    from apex.normalization import FusedLayerNorm  # noqa: F401
+    from apex.optimizers import FusedAdam  # noqa: F401
+
+
+BASELINES = {"medium": medium, "fused_adam": fused_adam, "compile": compiled, "apex": apex}
+
+
+def device_type() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() and "--cpu" not in sys.argv else "cpu"
+
+
+def join_launch() -> list[str]:
+    """The flags by which fairseq takes part, on a CPU, in what torchrun has started; none without torchrun, or with GPUs, where it finds out itself."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ or device_type() == "cuda":
+        return []
+    size, rank = os.environ["WORLD_SIZE"], os.environ["RANK"]
+    flags = ["--distributed-init-method", "env://", "--distributed-world-size", size, "--distributed-rank", rank]
+    return [*flags, "--distributed-no-spawn", "--distributed-backend", "gloo"]
 
 
 def main() -> None:
+    # By its path it is run so that stock trains without the plugin, which mends fairseq. Python has put this folder first on the path.
+    del sys.path[0]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("record")
     parser.add_argument("kind", choices=("stock", "ls"))
     parser.add_argument("--deadline", type=float)
     parser.add_argument("--stock-with", default="", help=f"names joined by +, of {', '.join(BASELINES)}")
     parser.add_argument("--split-every", type=int, default=PHASES_EVERY, help="updates (default %(default)s)")
-    # By its path it is run so that stock trains without the plugin, which mends fairseq. Python has put this folder first on the path.
-    del sys.path[0]
+    parser.add_argument("--count-at", type=int, default=0, metavar="N", help="the update whose kernels are counted")
     split = sys.argv.index("--")
     args = parser.parse_args(sys.argv[1:split])
     baselines = [name for name in args.stock_with.split("+") if name]
     if baselines and (args.kind != "stock" or not set(baselines) <= set(BASELINES)):
         parser.error(f"--stock-with adds {', '.join(BASELINES)} to stock, got {args.stock_with} for {args.kind}")
 
-    stopwatch = Stopwatch(args.record, args.kind, args.deadline, args.split_every)
+    if args.kind == "stock" and "apex" not in baselines:
+        sys.modules["apex"] = None  # its import fails, as where there is none
+    record = args.record if os.environ.get("RANK", "0") == "0" else os.devnull
+    stopwatch = Stopwatch(record, args.kind, args.deadline, args.split_every, args.count_at)
     signal.signal(signal.SIGTERM, stopwatch.stop)
     sys.argv = ["lightseq-train" if args.kind == "ls" else "fairseq-train", *sys.argv[split + 1 :]]
+    sys.argv += join_launch()
     if args.kind == "ls":
         sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the ls_plugin that this file belongs to
         from ls_plugin.cli.train import main as train
@@ -263,6 +351,7 @@ def main() -> None:
     stopwatch.install()
     for name in baselines:
         BASELINES[name]()
+    stopwatch.hides_kernels = "compile" in baselines and device_type() == "cpu"
     try:
         train()
     except SystemExit as exit_:  # lightseq-train always ends so

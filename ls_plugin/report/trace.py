@@ -29,8 +29,8 @@ from torch.utils.flop_counter import flop_registry
 
 from ls_plugin import _library
 from ls_plugin.ops.linear_cross_entropy import linear_cross_entropy_forward
+from ls_plugin.report.dispatched import category, tensors_in
 from ls_plugin.report.roofline import Op
-from ls_plugin.report.step import category, tensors_in
 
 aten = torch.ops.aten
 

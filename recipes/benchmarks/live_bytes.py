@@ -5,7 +5,7 @@ import weakref
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ls_plugin.report.step import storages
+from ls_plugin.report.dispatched import storages
 
 
 class LiveBytes(TorchDispatchMode):

@@ -49,7 +49,8 @@ from fairseq.trainer import Trainer  # noqa: E402
 from live_bytes import LiveBytes  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from ls_plugin.report.step import CLIP_NORM, PHASES, OpCounter, build_trainer, step, storages  # noqa: E402
+from ls_plugin.report.dispatched import OpCounter, storages  # noqa: E402
+from ls_plugin.report.step import CLIP_NORM, PHASES, build_trainer, step  # noqa: E402
 
 KINDS = {
     "stock": ["--arch", "transformer", "--criterion", "label_smoothed_cross_entropy", "--optimizer", "adam"],

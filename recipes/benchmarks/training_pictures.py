@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ls_plugin.report.records import PHASES
 
-COLORS = dict(zip(PHASES, ("tab:blue", "tab:orange", "tab:gray", "tab:green", "tab:purple"), strict=True))
+COLORS = dict(zip(PHASES, ("tab:blue", "tab:orange", "tab:red", "tab:gray", "tab:green", "tab:purple"), strict=True))
 
 
 def draw_phases(results: dict[str, dict], title: str, path: Path) -> None:

@@ -50,7 +50,7 @@ from torch import Tensor, nn  # noqa: E402
 
 import ls_plugin  # noqa: E402, F401 (registers ls_ names)
 from ls_plugin import packing  # noqa: E402
-from ls_plugin.report.step import storages  # noqa: E402
+from ls_plugin.report.dispatched import storages  # noqa: E402
 
 PHASES = ("scale", "clip", "step", "zero")
 WARM_UP_ROUNDS = 2

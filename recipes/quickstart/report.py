@@ -1,6 +1,6 @@
-"""Figures, table, curves and report of a quickstart, from the records that ``ls_plugin/report/timed_train.py`` wrote.
+"""The report of a quickstart, from the records that ``ls_plugin/report/timed_train.py`` wrote.
 
-python report.py [OUT]      makes report.md and loss_curves.png again from the records in OUT
+python report.py [OUT]      makes report.html, report.md and loss_curves.png again from the records in OUT
 """
 
 import json
@@ -14,158 +14,30 @@ if __name__ == "__main__":
     logging.disable(logging.INFO)  # fairseq's remarks about optional packages, as it is imported
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # the clone's ls_plugin, unless one is installed
 
-from ls_plugin.report.records import (
-    CURVE_WINDOW,
-    LOSS_TOLERANCE,
-    PHASES,
-    WARMUP_UPDATES,
-    RecordError,
-    Run,
-    read_run,
-    running_mean,
-)
+from ls_plugin.report import charts, document, speedup
+from ls_plugin.report.records import CURVE_WINDOW, WARMUP_UPDATES, RecordError, Run, read_run, running_mean
+from ls_plugin.report.speedup import Comparison
 
+TITLE = "Quickstart: stock fairseq and ls_plugin, Japanese to English"
+INTRODUCTION = (
+    "ls_plugin is a Fairseq plugin that trains the same models by fused kernels. Here stock fairseq and the plugin trained the same updates in "
+    "turn, then the plugin trained on and translated held-out books:"
+)
 KINDS = ("stock", "ls")
 LEAST_UPDATES = 12  # the first after the warm-up is timed, the second is the first to be split into phases
-SPREAD_TOLERANCE = 0.15  # between the runs of one kind, of tokens/s; more than that, and the machine was busy otherwise
-
-
-@dataclass
-class Timing:
-    """Medians over the updates of all runs of one kind, without the warm-up: phases over those split, the rest over the others."""
-
-    tokens_per_s: float
-    tokens_per_s_runs: list[float]  # of each run: the spread
-    step_ms: float
-    step_ms_quartiles: tuple[float, float]
-    phase_ms: dict[str, float]
-    peak_rss_mib: float
-    peak_gpu_mib: float
-
-
-def timing(runs: list[Run]) -> Timing:
-    """Raises RecordError where a run is too short to be timed."""
-    for run in runs:
-        if not (run.timed and run.split):
-            raise RecordError(
-                f"report: runs must have {LEAST_UPDATES} updates or more to be timed, the first {WARMUP_UPDATES} being warm-up, "
-                f"got {len(run.updates)}"
-            )
-    steps = [update["step_ms"] for run in runs for update in run.timed]
-    phases = [update["phase_ms"] for run in runs for update in run.split]
-    # A median, so that one step that another process held up does not count more than the rest.
-    rates = [statistics.median(1e3 * u["tokens"] / u["step_ms"] for u in run.timed) for run in runs]
-    quartiles = statistics.quantiles(steps, n=4) if len(steps) > 1 else [steps[0]] * 3
-    return Timing(
-        tokens_per_s=statistics.median(rates),
-        tokens_per_s_runs=rates,
-        step_ms=statistics.median(steps),
-        step_ms_quartiles=(quartiles[0], quartiles[2]),
-        phase_ms={phase: statistics.median(split[phase] for split in phases) for phase in PHASES},
-        peak_rss_mib=max(run.updates[-1]["peak_rss_mib"] for run in runs),
-        peak_gpu_mib=max(update["peak_gpu_mib"] for run in runs for update in run.updates),
-    )
-
-
-@dataclass
-class Comparison:
-    """Stock and ls over the same updates."""
-
-    runs: dict[str, list[Run]]
-    timing: dict[str, Timing]
-    updates: int
-    losses: dict[str, float]
-
-    @property
-    def loss_difference(self) -> float:
-        """Of ls against stock, relative, signed."""
-        return self.losses["ls"] / self.losses["stock"] - 1
-
-    @property
-    def alike(self) -> bool:
-        """Whether the two train alike. False for a NaN too."""
-        return abs(self.loss_difference) <= LOSS_TOLERANCE
-
-    @property
-    def speed_spread(self) -> tuple[str, float]:
-        """The kind whose runs differ most in tokens/s, and by how much, relative."""
-        rates = {kind: figures.tokens_per_s_runs for kind, figures in self.timing.items()}
-        return max(((kind, max(runs) / min(runs) - 1) for kind, runs in rates.items()), key=lambda item: item[1])
-
-    @property
-    def comparable(self) -> bool:
-        """Whether a speed-up may be claimed: the two train alike, and nothing else kept the machine busy."""
-        return self.alike and self.speed_spread[1] <= SPREAD_TOLERANCE
-
-    def repeats(self, kind: str) -> bool:
-        """Whether all runs of a kind, which share the seed, had the same losses, bit for bit."""
-        return len({run.loss_digest() for run in self.runs[kind]}) == 1
 
 
 def compare(runs: dict[str, list[Run]]) -> Comparison:
-    """Raises RecordError unless both kinds are there with the same number of updates in every run."""
+    """Raises RecordError unless both kinds are there with the same number of updates in every run, and enough of them."""
     counts = {kind: sorted({len(run.updates) for run in runs.get(kind, [])}) for kind in KINDS}
     if any(len(lengths) != 1 for lengths in counts.values()) or counts["stock"] != counts["ls"]:
         raise RecordError(f"report: stock and ls must have made the same number of updates in every run, got {counts}")
-    return Comparison(
-        runs=runs,
-        timing={kind: timing(runs[kind]) for kind in KINDS},
-        updates=counts["stock"][0],
-        losses={kind: statistics.fmean(run.final_loss() for run in runs[kind]) for kind in KINDS},
-    )
-
-
-def comparison_rows(comparison: Comparison) -> list[tuple[str, str, str, str]]:
-    """(name, stock, ls, ratio) as text. The ratio is over 1 where ls is better; a dash where the comparison is void."""
-    stock, ls = comparison.timing["stock"], comparison.timing["ls"]
-
-    def ratio(better: float, worse: float) -> str:
-        return f"{better / worse:.2f}x" if comparison.comparable and worse > 0 and better > 0 else "-"
-
-    rows = [
-        (
-            "tokens/s",
-            f"{stock.tokens_per_s:,.0f}",
-            f"{ls.tokens_per_s:,.0f}",
-            ratio(ls.tokens_per_s, stock.tokens_per_s),
-        ),
-        ("ms per step", f"{stock.step_ms:.1f}", f"{ls.step_ms:.1f}", ratio(stock.step_ms, ls.step_ms)),
-    ]
-    for phase in PHASES:
-        before, after = stock.phase_ms[phase], ls.phase_ms[phase]
-        rows.append((f"  {phase}", f"{before:.1f}", f"{after:.1f}", ratio(before, after)))
-    for name, attribute in (("peak memory, MiB", "peak_rss_mib"), ("peak GPU memory, MiB", "peak_gpu_mib")):
-        before, after = getattr(stock, attribute), getattr(ls, attribute)
-        if before or after:
-            rows.append((name, f"{before:,.0f}", f"{after:,.0f}", ratio(before, after)))
-    rows.append(("loss, bits/token", *(f"{comparison.losses[kind]:.3f}" for kind in KINDS), ""))
-    return rows
-
-
-def verdict(comparison: Comparison) -> str:
-    """One sentence on whether the two trained alike and undisturbed, and so whether the timings may be compared."""
-    difference = f"losses differ by {100 * comparison.loss_difference:+.2f} % (tolerance {100 * LOSS_TOLERANCE:g} %)"
-    if not comparison.alike:
-        return f"{difference}: THE TWO DO NOT TRAIN ALIKE, so no speed-up is claimed"
-    if not comparison.comparable:
-        kind, spread = comparison.speed_spread
-        return (
-            f"{difference}, but the {kind} runs differ by {100 * spread:.0f} % in speed: a busy machine; measure again"
+    if counts["stock"][0] < LEAST_UPDATES:
+        raise RecordError(
+            f"report: runs must have {LEAST_UPDATES} updates or more to be timed, the first {WARMUP_UPDATES} being warm-up, "
+            f"got {counts['stock'][0]}"
         )
-    ls, stock = comparison.timing["ls"], comparison.timing["stock"]
-    return f"{difference}: ls trains {ls.tokens_per_s / stock.tokens_per_s:.2f}x as fast as stock"
-
-
-def repeat_line(comparison: Comparison) -> str:
-    parts = []
-    for kind in KINDS:
-        runs = comparison.runs[kind]
-        digests = sorted({run.loss_digest() for run in runs})
-        if len(runs) == 1:
-            parts.append(f"{kind} {digests[0]}")
-        else:
-            parts.append(f"{kind} {'yes' if len(digests) == 1 else 'NO'} ({', '.join(digests)})")
-    return "same seed, same losses: " + ", ".join(parts)
+    return Comparison(runs)
 
 
 @dataclass
@@ -200,10 +72,6 @@ class Quickstart:
     interrupted: str = ""  # the part that was cut short
 
 
-def _clip(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: width - 3] + "..."
-
-
 def heading(quickstart: Quickstart) -> str:
     settings = quickstart.settings
     return (
@@ -224,16 +92,11 @@ def training_line(run: Run, budget_minutes: float) -> str:
 
 def summary(quickstart: Quickstart) -> str:
     """The closing screen: at most 24 lines of 100 characters."""
-    lines = [heading(quickstart), ""]
+    lines = [heading(quickstart)]
     if quickstart.comparison:
-        comparison = quickstart.comparison
-        rounds = len(comparison.runs["stock"])
-        title = f"{comparison.updates} updates each, {rounds} times in turn"
-        lines.append(f"{title:<36}{'stock':>10}{'ls':>10}{'gain':>9}")
-        lines += [f"{name:<36}{stock:>10}{ls:>10}{gain:>9}" for name, stock, ls, gain in comparison_rows(comparison)]
-        lines += [verdict(comparison), repeat_line(comparison)]
+        lines += speedup.screen(quickstart.comparison)
     if quickstart.training and quickstart.training.updates:
-        lines += ["", training_line(quickstart.training, quickstart.settings["minutes"])]
+        lines.append(training_line(quickstart.training, quickstart.settings["minutes"]))
     if quickstart.translation:
         translation = quickstart.translation
         lines.append(
@@ -241,66 +104,73 @@ def summary(quickstart: Quickstart) -> str:
             f"{len(translation.sources)} verses, translated in {translation.seconds:.0f} s"
         )
     if quickstart.interrupted:
-        lines += ["", f"interrupted in: {quickstart.interrupted}. What was measured is kept; to go on:"]
+        lines += [f"interrupted in: {quickstart.interrupted}. What was measured is kept; to go on:"]
         lines.append("  bash recipes/quickstart/run.sh --continue")
-    lines.append(f"report: {quickstart.out / 'report.md'}   curves: {quickstart.out / 'loss_curves.png'}")
+    lines.append(f"report: {quickstart.out / 'report.html'}, report.md   curves: loss_curves.png")
     return "\n".join(lines)
 
 
-def markdown(quickstart: Quickstart) -> str:
-    """report.md."""
-    lines = ["# Quickstart report", "", heading(quickstart) + ".", ""]
-    if quickstart.interrupted:
-        lines += [f"**Interrupted in: {quickstart.interrupted}.** The figures are of what had run.", ""]
-    if quickstart.manifest:
-        verses, pieces = quickstart.manifest["verses"], quickstart.manifest["pieces"]
-        lines += ["| split | verses | pieces ja | pieces en |", "| --- | ---: | ---: | ---: |"]
-        lines += [
-            f"| {split} | {count:,} | {pieces[f'{split}.ja']:,} | {pieces[f'{split}.en']:,} |"
-            for split, count in verses.items()
-        ]
-        lines += [
-            "",
-            f"{quickstart.manifest['dropped']} training verses that a held-out book repeats were dropped.",
-            "",
-        ]
+def blocks(quickstart: Quickstart) -> list[document.Block]:
+    """What report.md and report.html hold."""
+    made: list[document.Block] = []
     if quickstart.comparison:
-        lines += _comparison_markdown(quickstart.comparison)
+        made.append(speedup.lead(quickstart.comparison))
+    if quickstart.interrupted:
+        made.append(
+            document.Paragraph(f"**Interrupted in: {quickstart.interrupted}.** The figures are of what had run.")
+        )
+    made.append(document.Paragraph(f"{INTRODUCTION} {heading(quickstart)}."))
+    if quickstart.comparison:
+        made += speedup.blocks(quickstart.comparison)
     if quickstart.training and quickstart.training.updates:
-        lines += ["## Training on", "", training_line(quickstart.training, quickstart.settings["minutes"]) + ".", ""]
-        lines += ["![loss curves](loss_curves.png)", ""]
+        line = training_line(quickstart.training, quickstart.settings["minutes"])
+        chart = document.Charts([("Losses of all training, bits per token", _curves(quickstart))])
+        made += [document.Heading("Training on"), document.Paragraph(f"{line}."), chart]
     if quickstart.translation:
         translation = quickstart.translation
-        lines += ["## Test split", "", f"`{translation.bleu}`, chrF {translation.chrf_score:.1f}", ""]
-        for source, reference, hypothesis in translation.samples():
-            lines += [f"- ja: {source}", f"  - reference: {reference}", f"  - ls: {hypothesis or '(empty)'}"]
-        lines.append("")
-    lines += ["## Settings", "", "```json", json.dumps(quickstart.settings, indent=1, ensure_ascii=False), "```", ""]
-    return "\n".join(lines)
+        made += [
+            document.Heading("Translations of the test split"),
+            document.Paragraph(f"`{translation.bleu}`, chrF {translation.chrf_score:.1f}"),
+            *(
+                document.Items([f"ja: {source}", f"reference: {reference}", f"ls: {hypothesis or '(empty)'}"])
+                for source, reference, hypothesis in translation.samples()
+            ),
+        ]
+    if quickstart.manifest:
+        verses, pieces = quickstart.manifest["verses"], quickstart.manifest["pieces"]
+        rows = [
+            [split, f"{count:,}", f"{pieces[f'{split}.ja']:,}", f"{pieces[f'{split}.en']:,}"]
+            for split, count in verses.items()
+        ]
+        dropped = f"{quickstart.manifest['dropped']} training verses that a held-out book repeats were dropped."
+        made += [document.Heading("Data"), document.Table(["split", "verses", "pieces ja", "pieces en"], rows)]
+        made.append(document.Paragraph(dropped))
+    settings = [[name, str(value)] for name, value in quickstart.settings.items()]
+    return [*made, document.Heading("Settings"), document.Table(["setting", ""], settings)]
 
 
-def _comparison_markdown(comparison: Comparison) -> list[str]:
-    lines = ["## Stock and ls in turn", "", "| | stock | ls | gain |", "| --- | ---: | ---: | ---: |"]
-    lines += [
-        f"| {name.replace('  ', '&nbsp;&nbsp;')} | {stock} | {ls} | {gain} |"
-        for name, stock, ls, gain in comparison_rows(comparison)
-    ]
-    lines += ["", f"{verdict(comparison)}. {repeat_line(comparison)}.".replace("losses", "Losses", 1), ""]
-    for kind in KINDS:
-        figures = comparison.timing[kind]
-        low, high = figures.step_ms_quartiles
-        runs = ", ".join(f"{rate:,.0f}" for rate in figures.tokens_per_s_runs)
-        lines.append(
-            f"- {kind}: half of the steps took between {low:.1f} and {high:.1f} ms; tokens/s of each run: {runs}"
-        )
-    lines += [
-        "",
-        f"Medians over all updates but the first {WARMUP_UPDATES} of each run. Every fourth update is split into phases, and left out "
-        "of tokens/s and ms per step; phases are medians by themselves and need not add up. Each run is a fresh process with the same seed. Tokens are target tokens. Peak memory is the process's largest "
-        "resident set. Loss is the mean over the last quarter of the updates.",
-        "",
-    ]
-    return lines
+def _all_updates(quickstart: Quickstart) -> dict[str, list[dict]]:
+    """Of stock's last run, and of ls's with what it trained on from there; times go on."""
+    series = {}
+    if quickstart.comparison:
+        series = {kind: list(runs[-1].updates) for kind, runs in quickstart.comparison.runs.items()}
+    if quickstart.training and quickstart.training.updates:
+        before = series.get("ls", [])
+        offset_s = before[-1]["time_s"] if before else 0.0
+        series["ls"] = before + [{**u, "time_s": u["time_s"] + offset_s} for u in quickstart.training.updates]
+    return series
+
+
+def _curves(quickstart: Quickstart) -> str:
+    """Training and validation losses over updates, as SVG."""
+    series = {
+        kind: ([u["update"] for u in updates], running_mean([u["loss"] for u in updates]))
+        for kind, updates in _all_updates(quickstart).items()
+    }
+    if quickstart.training and quickstart.training.valid:
+        series["ls, validation"] = tuple(zip(*quickstart.training.valid, strict=True))
+    colors = {name: charts.color_of(name, i) for i, name in enumerate(series)}
+    return charts.lines(series, colors, "losses by updates", "updates")
 
 
 def plot(quickstart: Quickstart, path: Path) -> None:
@@ -310,14 +180,7 @@ def plot(quickstart: Quickstart, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    series = {}
-    if quickstart.comparison:
-        series = {kind: list(runs[-1].updates) for kind, runs in quickstart.comparison.runs.items()}
-    if quickstart.training and quickstart.training.updates:
-        before = series.get("ls", [])
-        offset_s = before[-1]["time_s"] if before else 0.0
-        series["ls"] = before + [{**u, "time_s": u["time_s"] + offset_s} for u in quickstart.training.updates]
-
+    series = _all_updates(quickstart)
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.2), sharey=True, layout="constrained")
     styles = {"stock": {"color": "#c1442e", "linewidth": 2.2}, "ls": {"color": "#1f5fa8", "linewidth": 1.6}}
     for axis, key, label in ((axes[0], "time_s", "training time, s"), (axes[1], "update", "updates")):
@@ -335,8 +198,10 @@ def plot(quickstart: Quickstart, path: Path) -> None:
 
 
 def write(quickstart: Quickstart) -> None:
-    """Writes report.md and, once there is something to draw, loss_curves.png."""
-    (quickstart.out / "report.md").write_text(markdown(quickstart), encoding="utf-8")
+    """Writes report.html and report.md and, once there is something to draw, loss_curves.png."""
+    told = blocks(quickstart)
+    (quickstart.out / "report.md").write_text(document.markdown(TITLE, told), encoding="utf-8")
+    (quickstart.out / "report.html").write_text(document.page(TITLE, told), encoding="utf-8")
     if quickstart.comparison or (quickstart.training and quickstart.training.updates):
         plot(quickstart, quickstart.out / "loss_curves.png")
 

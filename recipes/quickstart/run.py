@@ -28,6 +28,7 @@ import report
 from trainings import KINDS, MODEL, TRAINING
 
 from ls_plugin import routes
+from ls_plugin.report import figures
 from ls_plugin.report.processes import Display, Follower, environment, flags, log_tail, process
 from ls_plugin.report.records import STOPWATCH
 
@@ -97,7 +98,7 @@ class Quickstart:
         else:
             for folder in (self.out / "runs", self.checkpoints):
                 shutil.rmtree(folder, ignore_errors=True)
-            for name in ("translation.json", "generate.txt", "report.md", "loss_curves.png"):
+            for name in ("translation.json", "generate.txt", "report.html", "report.md", "loss_curves.png"):
                 (self.out / name).unlink(missing_ok=True)
         path.write_text(json.dumps(settings, indent=1), encoding="utf-8")
 
@@ -193,7 +194,7 @@ class Quickstart:
                 with self.display.task(f"(a) {kind} {index}/{self.args.rounds}") as show:
                     self.train(kind, name, options, show, target=total)
                 run = report.read_run(record)
-                step_ms = report.timing([run]).step_ms
+                step_ms = figures.medians([run]).step_ms
                 self.display.say(
                     f"(a) {kind} {index}/{self.args.rounds}: {total} updates, {step_ms:.0f} ms each, loss {run.final_loss():.3f}"
                 )

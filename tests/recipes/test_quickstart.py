@@ -116,12 +116,13 @@ def test_all_of_it_twice(run_module, small_data, capsys):
     screen = capsys.readouterr().out
     assert "same seed, same losses: stock yes" in screen and ", ls yes" in screen
     assert "BLEU" in screen and screen.count("  ref  ") == 5
-    assert "1.00x" not in screen.split("tokens/s")[0]
     told = run_module.report.collect(small_data)
-    assert told.comparison.updates == UPDATES and told.comparison.alike  # speeds may differ: other tests run beside it
+    assert {len(run.updates) for runs in told.comparison.runs.values() for run in runs} == {UPDATES}
+    assert told.comparison.alike
     assert told.training.updates[0]["update"] == UPDATES + 1  # (b) goes on from (a)'s checkpoint
     assert told.training.valid
     assert {path.name for path in small_data.iterdir()} >= {
+        "report.html",
         "report.md",
         "loss_curves.png",
         "checkpoints",

@@ -4,7 +4,9 @@ import json
 
 import pytest
 
-PHASES = {"forward": 40.0, "backward": 80.0, "clip": 10.0, "update": 20.0, "rest": 2.0}
+from ls_plugin.report import figures
+
+PHASES = {"forward": 40.0, "backward": 80.0, "sync": 0.0, "clip": 10.0, "update": 20.0, "rest": 2.0}
 
 
 def update(number, speed=1.0, loss=None):
@@ -14,6 +16,7 @@ def update(number, speed=1.0, loss=None):
         "step_ms": 152.0 / speed,
         "phase_ms": {name: value / speed for name, value in PHASES.items()} if number % 4 == 0 else None,
         "tokens": 900,
+        "batches": [{"source": [8, 100], "target": [9, 100], "tokens": 900}],
         "loss": 14 - 0.1 * number if loss is None else loss,
         "nll_loss": 13.0,
         "peak_rss_mib": 900.0,
@@ -41,14 +44,21 @@ def out(tmp_path):
     return tmp_path
 
 
-def test_the_table_and_the_verdict(report, out):
-    comparison = report.collect(out).comparison
-    rows = {name.strip(): row for name, *row in report.comparison_rows(comparison)}
-    assert rows["ms per step"] == ["152.0", "76.0", "2.00x"]
-    assert rows["tokens/s"] == ["5,921", "11,842", "2.00x"]
-    assert rows["clip"] == ["10.0", "5.0", "2.00x"]
-    assert "ls trains 2.00x as fast as stock" in report.verdict(comparison)
-    assert comparison.repeats("stock") and comparison.repeats("ls")
+def text_of(report, out):
+    told = report.collect(out)
+    report.write(told)
+    return (out / "report.md").read_text(), "\n".join(report.summary(told).split()).replace("\n", " ")
+
+
+def test_the_table_and_the_lead(report, out):
+    text, screen = text_of(report, out)
+    assert "| ms per step | 152.0 | 76.0 | 2.00x |" in text and "| tokens/s | 5,921 | 11,842 | 2.00x |" in text
+    assert "clip | 10.0 | 5.0 | 2.00x |" in text and "sync" not in text.split("## How")[0]
+    assert "training is **2.00 times as fast** (2.00 to 2.00" in text and "Mind" not in text
+    assert "training is 2.00 times as fast" in screen
+    assert "same seed, same losses: stock yes (" in screen and ", ls yes (" in screen
+    page = (out / "report.html").read_text()
+    assert "2.00 times as fast" in page and page.count("<svg") == 5
 
 
 def test_no_speed_up_is_claimed_where_losses_differ(report, out):
@@ -56,21 +66,20 @@ def test_no_speed_up_is_claimed_where_losses_differ(report, out):
         record = out / "runs" / f"ls-{index}" / "record.jsonl"
         record.unlink()
         write_record(record, "ls", [update(n, 2.0, loss=14 - 0.05 * n) for n in range(1, 41)])
-    comparison = report.collect(out).comparison
-    assert not comparison.comparable
-    assert "no speed-up is claimed" in report.verdict(comparison)
-    assert all("x" not in row[3] for row in report.comparison_rows(comparison))
+    text, screen = text_of(report, out)
+    assert not report.collect(out).comparison.alike
+    assert "**no speed-up is claimed**, since losses part by +16.99%" in text
+    assert "the two do not train alike: training losses, bits per token: 10.450 with stock, 12.225 with ls" in screen
+    assert "times as fast" not in text and "2.00x" not in text
 
 
-def test_no_speed_up_is_claimed_on_a_busy_machine(report, out):
+def test_a_busy_machine_is_told(report, out):
     record = out / "runs" / "ls-2" / "record.jsonl"
     record.unlink()
     write_record(record, "ls", [update(n, 1.5) for n in range(1, 41)])
-    comparison = report.collect(out).comparison
-    verdict = report.verdict(comparison)
-    assert "the ls runs differ by 33 % in speed" in verdict and "as fast" not in verdict
-    assert comparison.alike and not comparison.comparable
-    assert all("x" not in row[3] for row in report.comparison_rows(comparison))
+    text, _ = text_of(report, out)
+    assert "**Mind**: the runs of ls differ by 33.3 % in speed: something else used the machine" in text
+    assert report.collect(out).comparison.alike
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])
@@ -79,37 +88,40 @@ def test_a_broken_loss_is_never_comparable(report, out, loss):
         record = out / "runs" / f"ls-{index}" / "record.jsonl"
         record.unlink()
         write_record(record, "ls", [update(n, 2.0, loss=loss) for n in range(1, 41)])
-    assert not report.collect(out).comparison.comparable
+    text, _ = text_of(report, out)
+    assert not report.collect(out).comparison.alike and "no speed-up is claimed" in text
 
 
 def test_a_run_that_does_not_repeat_is_told(report, out):
     record = out / "runs" / "ls-2" / "record.jsonl"
     record.unlink()
     write_record(record, "ls", [update(n, 2.0, loss=14 - 0.1 * n + 1e-7 * (n == 7)) for n in range(1, 41)])
-    comparison = report.collect(out).comparison
-    assert not comparison.repeats("ls")
-    assert "ls NO (" in report.repeat_line(comparison)
+    assert ", ls NO (" in text_of(report, out)[1]
 
 
 def test_warm_up_is_left_out(report, out):
     run = report.read_run(out / "runs" / "stock-1" / "record.jsonl")
     for slow in run.updates[: report.WARMUP_UPDATES]:
         slow["step_ms"] = 9999.0
-    assert report.timing([run]).step_ms == 152.0
+    assert figures.medians([run]).step_ms == 152.0
 
 
 def test_speed_is_taken_from_updates_without_a_stop_watch_inside(report, out):
     run = report.read_run(out / "runs" / "stock-1" / "record.jsonl")
     for split in run.split:
         split["step_ms"] = 9999.0
-    figures = report.timing([run])
-    assert figures.step_ms == 152.0 and round(figures.tokens_per_s) == 5921 and figures.phase_ms["clip"] == 10.0
+    medians = figures.medians([run])
+    assert medians.step_ms == 152.0 and round(medians.tokens_per_s) == 5921 and medians.phase_ms["clip"] == 10.0
 
 
-def test_a_run_without_timed_updates_is_refused(report, tmp_path):
-    write_record(tmp_path / "record.jsonl", "ls", [update(n) for n in range(1, 12)])
+def test_runs_without_timed_updates_are_refused(report, out):
+    for kind in ("stock", "ls"):
+        for index in (1, 2):
+            record = out / "runs" / f"{kind}-{index}" / "record.jsonl"
+            record.unlink()
+            write_record(record, kind, [update(n) for n in range(1, 12)])
     with pytest.raises(report.RecordError, match=r"12 updates or more to be timed, .* got 11"):
-        report.timing([report.read_run(tmp_path / "record.jsonl")])
+        report.collect(out)
 
 
 def test_a_killed_run_is_continued_without_doing_updates_twice(report, tmp_path):
@@ -133,7 +145,7 @@ def test_a_damaged_record_is_named_with_its_line(report, tmp_path):
     record = tmp_path / "record.jsonl"
     write_record(record, "ls", [update(1)])
     record.write_text("garbage\n" + record.read_text())
-    with pytest.raises(report.RecordError, match=r"line 1: expected a line of timed_train\.py, got 'garbage'"):
+    with pytest.raises(report.RecordError, match=r"line 1: expected a line of .*timed_train\.py, got 'garbage'"):
         report.read_run(record)
     with pytest.raises(report.RecordError, match="must be a record"):
         report.read_run(tmp_path / "none.jsonl")

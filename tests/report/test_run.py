@@ -1,0 +1,295 @@
+"""``lightseq-report run``: real commands at tiny size, interrupted and gone on with; its flags; what it refuses."""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ls_plugin import _library
+from ls_plugin.errors import UnsupportedError, UsageError
+from ls_plugin.report import commands, run
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = ["--arch", "transformer", "--criterion", "label_smoothed_cross_entropy", "--optimizer", "adam"]
+COMMAND = [
+    *[
+        "--task",
+        "dummy_mt",
+        "--dict-size",
+        "200",
+        "--src-len",
+        "12",
+        "--tgt-len",
+        "12",
+        "--label-smoothing",
+        "0.1",
+        "--lr",
+        "1e-3",
+        "--clip-norm",
+        "1.0",
+    ],
+    *[
+        "--encoder-layers",
+        "1",
+        "--decoder-layers",
+        "1",
+        "--encoder-attention-heads",
+        "2",
+        "--decoder-attention-heads",
+        "2",
+    ],
+    *[
+        "--encoder-embed-dim",
+        "32",
+        "--decoder-embed-dim",
+        "32",
+        "--encoder-ffn-embed-dim",
+        "64",
+        "--decoder-ffn-embed-dim",
+        "64",
+    ],
+    *["--max-tokens", "240", "--dropout", "0.1", "--num-workers", "0", "--cpu"],
+    *NAMES,
+]
+compiled = pytest.mark.skipif(not _library.status().loaded, reason=f"no compiled library: {_library.status().reason}")
+
+
+def parse(*flags: str, command=COMMAND) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    run.add_arguments(parser)
+    return parser.parse_args([*flags, "--threads", "1", "--", *command])
+
+
+def session(*flags: str, command=COMMAND) -> run.Session:
+    return run.Session(parse(*flags, command=command))
+
+
+@compiled
+def test_interrupted_and_gone_on_with(tmp_path, capsys):
+    """Stock, then ls, which is interrupted; --resume keeps stock and runs ls, beside a baseline whose limit is too short."""
+    out = tmp_path / "report"
+    flags = ["--out", str(out), "--rounds", "1", "--updates", "30", "--warm-up", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "ls_plugin.cli.report",
+        "run",
+        *flags,
+        "--contenders",
+        "stock,ls",
+        "--threads",
+        "1",
+    ]
+    process = subprocess.Popen(
+        [*command, "--", *COMMAND],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs of a shell ignore it
+    )
+    record, deadline = out / "runs" / "ls-1" / "record.jsonl", time.monotonic() + 200
+    try:
+        while not (record.exists() and '"start"' in record.read_text()):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        screen, _ = process.communicate(timeout=100)
+    finally:
+        process.kill()
+    assert process.returncode == 130, screen
+    assert "go on with --resume" in screen
+    assert "Interrupted" in (out / "report.md").read_text() and "Interrupted" in (out / "report.html").read_text()
+    before = json.loads((out / "report.json").read_text())
+    assert before["interrupted"] and before["contenders"]["stock"]["updates"] == 30
+    stock = (out / "runs" / "stock-1" / "record.jsonl").stat().st_mtime_ns
+
+    with pytest.raises(UsageError, match="holds a report already; go on with --resume"):
+        session(*flags).start()
+    with pytest.raises(UsageError, match="the same settings, changed: updates 30 -> 31"):
+        session(*flags[:-4], "--updates", "31", "--warm-up", "2", "--resume").start()
+
+    more = ["--contenders", "stock,stock+compile,ls", "--limit", "0.5", "--resume"]
+    assert session(*flags, *more).run() == 0
+    screen = capsys.readouterr().out
+    assert "1 of 3 runs kept from before" in screen
+    assert (out / "runs" / "stock-1" / "record.jsonl").stat().st_mtime_ns == stock
+    content = json.loads((out / "report.json").read_text())
+    assert not content["interrupted"] and list(content["contenders"]) == ["stock", "ls"]
+    assert content["not_measured"] == {"stock+compile": "0 timed updates in 0.5 s (--limit)"}
+    gain = content["over_stock"]["ls"]
+    assert gain["ratio"] > 0 and abs(gain["loss_difference"]) < 0.02
+    for figures in content["contenders"].values():
+        assert figures["updates"] == 30 and figures["peak_rss_mib"] > 100
+        assert figures["phase_ms"]["sync"] < 0.1 and figures["phase_ms"]["forward"] > 0
+    assert 0 < content["contenders"]["ls"]["kernels"] < content["contenders"]["stock"]["kernels"]
+    assert "--arch transformer" in content["commands"]["stock"] and "--arch ls_transformer" in content["commands"]["ls"]
+    page = (out / "report.html").read_text()
+    assert page.count("<svg") == 6 and "stock+compile" in page and "0 timed updates" in page
+    assert not any(word in page for word in ("<script", "<link", "src=", "@import"))
+
+    # Of the same runs, no speed-up where the losses differ by more than asked for.
+    assert session(*flags, *more[:2], "--tolerance", "0", "--resume", "--contenders", "stock,ls").run() == 1
+    content = json.loads((out / "report.json").read_text())
+    assert content["over_stock"]["ls"]["ratio"] is None and content["tolerance"] == 0
+    text = (out / "report.md").read_text()
+    assert "**no speed-up is claimed**, since losses part by" in text and "tolerance 0%" in text
+    assert "the two do not train alike" in text and "times as fast" not in text
+
+
+@compiled
+def test_two_processes_wait_for_each_other(tmp_path):
+    """Under torchrun with gloo: the phase of gradient sync is there. Stock fails for ls's sake no more than the other way about."""
+    flags = ["--rounds", "1", "--updates", "6", "--warm-up", "1", "--contenders", "stock,ls", "--nproc", "2"]
+    assert session("--out", str(tmp_path / "report"), *flags).run() in (
+        0,
+        1,
+    )  # so few updates may part by more than 2 %
+    content = json.loads((tmp_path / "report" / "report.json").read_text())
+    assert list(content["contenders"]) == ["stock", "ls"], content["not_measured"]
+    assert all(figures["phase_ms"]["sync"] > 0.1 for figures in content["contenders"].values())
+    assert "torchrun --nproc_per_node 2 $(which lightseq-train)" in content["commands"]["ls"]
+    # Both processes trained: each has half of the batches.
+    records = (tmp_path / "report" / "runs").glob("*/record.jsonl")
+    assert all(record.read_text().count('"start"') == 1 for record in records)
+
+
+def test_a_failing_contender_does_not_end_the_others(tmp_path, monkeypatch, capsys):
+    """The processes are stand-ins: stock writes what it should, ls ends with an error."""
+    from tests.recipes.test_report import update
+
+    made = session("--out", str(tmp_path), "--contenders", "stock,stock+medium,ls", "--updates", "6", "--warm-up", "2")
+
+    def command(contender, arguments, record, *_, **options):
+        lines = [{"start": "stock", "startup_s": 5.0, "threads": 1, "device": "CPU"}]
+        lines += [update(n) | {"batches": [{"target": [2, 3]}]} for n in range(1, 9)]
+        lines += [{"kernels": 70}, {"end": "stock", "interrupted": False}]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        script = (
+            "raise ValueError('no such luck')"
+            if contender.kind == "ls"
+            else f"open({str(record)!r}, 'w').write({text!r})"
+        )
+        return [sys.executable, "-c", script]
+
+    monkeypatch.setattr(commands, "command", command)
+    assert made.run() == 1
+    content = json.loads((tmp_path / "report.json").read_text())
+    assert list(content["contenders"]) == ["stock", "stock+medium"]
+    assert content["not_measured"] == {"ls": "ended with status 1: ValueError: no such luck"}
+    assert content["over_stock"]["stock+medium"]["ratio"] == 1 and content["contenders"]["stock"]["runs"] == 2
+    assert capsys.readouterr().out.count("ls 2/2") == 0  # not tried again
+    assert "No comparison" in (tmp_path / "report.md").read_text()
+
+
+def test_contenders_differ_by_names_alone():
+    arguments = ["data", "-a", "transformer", "--criterion=cross_entropy", "--optimizer", "adam", "--lr", "1"]
+    made = commands.with_ls_names(arguments)
+    assert made == [
+        "data",
+        "-a",
+        "ls_transformer",
+        "--criterion=ls_cross_entropy",
+        "--optimizer",
+        "ls_adam",
+        "--lr",
+        "1",
+    ]
+    flags = commands.added(arguments, updates=9, nproc=1, on_cuda=False, validate=False)
+    stock, ours = (commands.train_arguments(commands.parse(name), arguments, flags) for name in ("stock", "ls"))
+    assert [word.removeprefix("ls_").replace("=ls_", "=") for word in ours] == stock
+    assert {"--no-save", "--disable-validation", "--max-update"} <= set(stock)
+    validated = commands.added(arguments, updates=9, nproc=2, on_cuda=False, validate=True)
+    assert "--disable-validation" not in validated and "legacy_ddp" in validated
+
+
+@pytest.mark.parametrize(
+    "command, words",
+    [
+        ([], "the arguments of fairseq-train are missing"),
+        (NAMES[2:], "--arch: must be in the command"),
+        (NAMES[:4], "--optimizer: must be in the command"),
+        (["-a", "ls_transformer", *NAMES[2:]], "--arch ls_transformer: give stock's name, transformer"),
+        (["--arch", "lightconv", *NAMES[2:]], "--arch lightconv: has no ls_ twin"),
+        (
+            [*NAMES[:4], "--optimizer=sgd"],
+            "--optimizer sgd: has no ls_ twin to be held against it; those with one: adam",
+        ),
+        ([*NAMES, "--save-dir", "x"], "--save-dir: cannot be in the command of a report"),
+        ([*NAMES, "--save-dir=x"], "--save-dir: cannot be"),
+        ([*NAMES, "--max-update", "7"], "--max-update: .* --updates and --warm-up of the report decide"),
+        ([*NAMES, "--distributed-world-size", "2"], "--distributed-world-size: .* use --nproc"),
+        ([*NAMES, "--user-dir", "ls_plugin"], "--user-dir ls_plugin: stock must train without the plugin"),
+        ([*NAMES, "--user-dir", str(ROOT / "ls_plugin")], "stock must train without the plugin"),
+    ],
+)
+def test_commands_that_cannot_be_compared(tmp_path, command, words):
+    with pytest.raises(UsageError, match=words):
+        session("--out", str(tmp_path), command=command)
+    assert issubclass(UnsupportedError, UsageError)
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (
+            ["--contenders", "stock,ls+medium"],
+            "--contenders ls\\+medium: must be stock, ls or stock\\+ with medium, fused_adam",
+        ),
+        (["--contenders", "stock+magic"], "got 'stock\\+magic'"),
+        (["--contenders", "ls"], "stock must be among them"),
+        (["--contenders", "stock,stock+apex,ls"], "stock\\+apex: NVIDIA's apex is not installed; leave it out"),
+        (["--updates", "2"], "--updates must be at least 4, got 2"),
+        (["--rounds", "0"], "--rounds must be at least 1, got 0"),
+        (["--tolerance", "-1"], "--tolerance must be at least 0, got -1"),
+    ],
+)
+def test_flags_that_mean_nothing(tmp_path, flags, words, monkeypatch):
+    monkeypatch.setattr("ls_plugin.cli.doctor.find_apex", lambda *_: (None, False))
+    with pytest.raises(UsageError, match=words):
+        session("--out", str(tmp_path), *flags)
+
+
+def test_resume_needs_something_to_go_on_from(tmp_path):
+    with pytest.raises(UsageError, match="holds no report to go on with"):
+        session("--out", str(tmp_path), "--resume").start()
+
+
+def test_apex_is_a_contender_where_it_is_installed(tmp_path, monkeypatch):
+    made = session("--out", str(tmp_path))
+    assert [contender.name for contender in made.contenders] == ["stock", "stock+fused_adam", "stock+compile", "ls"]
+    assert list(made.skipped) == ["stock+apex"]
+    (tmp_path / "apex" / "optimizers").mkdir(parents=True)
+    (tmp_path / "apex" / "__init__.py").write_text("")
+    (tmp_path / "apex" / "optimizers" / "__init__.py").write_text("class FusedAdam: ...")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    apex = commands.parse("stock+apex")
+    assert commands.why_not(apex, on_cuda=True) == ""
+    assert commands.why_not(apex, on_cuda=False) == "apex works on a GPU only"
+
+
+def test_the_cause_is_found_in_a_log(tmp_path):
+    log = tmp_path / "log.txt"
+    log.write_text("Traceback (most recent call last):\n  File x\nRuntimeError: the real cause\n\nsomething after it\n")
+    assert run.cause(log) == "RuntimeError: the real cause"
+    log.write_text("2026 | INFO | begin\nlightseq-train: error: --amp: refused\n")
+    assert run.cause(log) == "lightseq-train: error: --amp: refused"
+    assert run.cause(tmp_path / "none.txt") == "it left no log"
+
+
+def test_time_left(monkeypatch):
+    monkeypatch.setattr(run.time, "monotonic", lambda: 110.0)
+    clock = run.Clock()
+    assert clock.told(["ls"], "stock", began=100.0) == "time left: not known yet"
+    assert clock.told(["ls"], "stock", began=100.0, fraction=0.25) == "about 70 s left"  # 30 of its own, 40 for ls
+    clock.seconds["stock"] = 40.0
+    assert clock.told(["stock"]) == "about 40 s left"
+    clock.seconds["ls"] = 600.0
+    assert clock.told(["stock", "ls"]) == "about 11 min left"
+    assert clock.told([]) == "all have run"
