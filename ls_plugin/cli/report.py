@@ -12,6 +12,7 @@ import sys
 COMMAND = "lightseq-report"
 SUBCOMMANDS = {
     "run": "trains one command in turn as stock, as stock with what PyTorch offers, and as ls: speed, memory, losses",
+    "kernels": "times every fused op on this machine against PyTorch eager, torch.compile, apex and Liger-Kernel",
     "estimate": "the time of a training step on GPUs that are not there, stock beside ls: a model, no measurement",
 }
 

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def machine(device: torch.device) -> dict[str, str | int]:
-    """What the figures depend on."""
+    """What figures on this device depend on; threads: those that torch has here."""
 
     def output_of(*command: str) -> str:
         try:

@@ -163,8 +163,8 @@ class Session:
                 self.skipped[contender.name] = reason
             else:
                 chosen.append(contender)
-        if "stock" not in {contender.name for contender in chosen}:
-            raise UsageError("--contenders: stock must be among them, since all are held against it")
+        if not {"stock", "ls"} <= {contender.name for contender in chosen}:
+            raise UsageError(f"--contenders: stock and ls must be among them, got {','.join(names)}")
         return sorted(chosen, key=lambda contender: contender.name != "stock")
 
     # ---- what the figures depend on
@@ -272,8 +272,6 @@ class Session:
                     self.display.say("stopping after this update (Ctrl-C again: at once)")
                     self.stop(training)
                     raise
-                if late:
-                    self.stop(training)
             outcome |= self.judge(record, log, training.returncode, late)
             return outcome
         finally:

@@ -22,8 +22,7 @@ sys.path.insert(0, str(ROOT))
 warnings.simplefilter("ignore")
 logging.disable(logging.INFO)
 
-import harness  # noqa: E402
-
+from ls_plugin.report import op_timing  # noqa: E402
 from tests.simt import floors, nvcc  # noqa: E402
 
 
@@ -100,7 +99,7 @@ def main() -> int:
         "--out", type=Path, default=ROOT / "build" / "cuda_report.md", help="default build/cuda_report.md"
     )
     args = parser.parse_args()
-    harness.check_names(parser, "op", args.ops, nvcc.OPS)
+    op_timing.check_names(parser, "op", args.ops, nvcc.OPS)
     ops = args.ops or nvcc.OPS
     parts = []
     if nvcc.find_nvcc() is None:

@@ -34,7 +34,7 @@ Claims = dict[str, float]  # name -> a figure of which more is better
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A benchmark: its results, the command that makes them (its last word is the file), and what is claimed of them."""
+    """A benchmark: its results, the command that makes them, which ends with the file, or the folder that the file lies in, and what is claimed of them."""
 
     file: str
     command: tuple[str, ...]
@@ -43,7 +43,12 @@ class Source:
     @property
     def told(self) -> str:
         """The command as a reader would type it."""
-        return " ".join(("python", *self.command, f"recipes/benchmarks/results/{self.file}"))
+        return " ".join(("python", *self.command, f"recipes/benchmarks/results/{self.target}"))
+
+    @property
+    def target(self) -> str:
+        """What the command gets: the file, or the folder of a report that the file is a part of."""
+        return self.file.partition("/")[0]
 
     def read(self, folder: Path = RESULTS) -> dict:
         return json.loads((folder / self.file).read_text(encoding="utf-8"))
@@ -313,8 +318,8 @@ SOURCES = {
     "train_step": Source("train_step_cpu_1_thread.json", ("recipes/benchmarks/train_step.py", "--out"), anatomy_claims),
     "update_step": Source("update_step_cpu.json", ("recipes/benchmarks/update_step.py", "--out"), update_claims),
     "ops": Source(
-        "cpu_2_threads_fp32.json",
-        ("recipes/benchmarks/run.py", "--dtypes", "fp32", "--seconds", "0.25", "--threads", "2", "--out"),
+        "kernels_cpu/kernels.json",
+        ("-m", "ls_plugin.cli.report", "kernels", "--dtypes", "fp32", "--seconds", "0.25", "--threads", "2", "--out"),
         op_claims,
     ),
     "loss_memory": Source("peak_memory.json", ("recipes/benchmarks/peak_memory.py", "--out"), memory_claims),
@@ -367,17 +372,17 @@ def measure(names: list[str], keep: bool) -> int:
             source = SOURCES[name]
             file = Path(folder) / source.file
             if keep and not file.exists():  # what other benchmarks have put into the same file stays
+                file.parent.mkdir(exist_ok=True)
                 shutil.copy(RESULTS / source.file, file)
             print(f"{name}: {source.told}", flush=True)
-            subprocess.run([sys.executable, *source.command, str(file)], cwd=ROOT, check=True)
+            subprocess.run([sys.executable, *source.command, str(Path(folder) / source.target)], cwd=ROOT, check=True)
             claimed, measured = (source.claims(source.read(where)) for where in (RESULTS, Path(folder)))
             wrong = too_good(claimed, measured)
             n_wrong += len(wrong)
             print(f"{name}: {len(claimed)} figures, {len(wrong)} of them more than 15 % above what is measured now")
             print("".join(f"  {line}\n" for line in wrong), end="", flush=True)
             if keep:
-                for made in Path(folder).iterdir():
-                    shutil.copy(made, RESULTS / made.name)
+                shutil.copytree(folder, RESULTS, dirs_exist_ok=True)
     return n_wrong
 
 

@@ -42,14 +42,15 @@ sys.path.append(str(HERE.parents[1]))  # the clone's ls_plugin, unless one is in
 warnings.simplefilter("ignore")
 logging.disable(logging.WARNING)  # fairseq's remarks about optional packages, and its log of each trainer
 
-import harness  # noqa: E402
 import torch  # noqa: E402
 from fairseq.data.language_pair_dataset import collate  # noqa: E402
 from fairseq.trainer import Trainer  # noqa: E402
 from live_bytes import LiveBytes  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from ls_plugin.report import op_timing as timing  # noqa: E402
 from ls_plugin.report.dispatched import OpCounter, storages  # noqa: E402
+from ls_plugin.report.machine import machine as machine_of  # noqa: E402
 from ls_plugin.report.step import CLIP_NORM, PHASES, build_trainer, step  # noqa: E402
 
 KINDS = {
@@ -377,11 +378,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="write the results here as JSON")
     parser.add_argument("--rss", choices=KINDS, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    harness.check_names(parser, "part", args.parts, PARTS)
+    timing.check_names(parser, "part", args.parts, PARTS)
     for name, least in (("layers", 2), ("rounds", 1), ("threads", 1)):  # per layer: a model with a layer less
         if getattr(args, name) < least:
             parser.error(f"--{name} must be at least {least}, got {getattr(args, name)}")
-    harness.check_out(parser, args.out)
+    timing.check_out(parser, args.out)
     return args
 
 
@@ -394,9 +395,9 @@ def main() -> int:
         return 0
     from rich.console import Console
 
-    harness.keep_freed_memory()
+    timing.keep_freed_memory()
     console = Console(width=120, highlight=False)
-    machine = harness.machine(torch.device("cpu"))
+    machine = machine_of(torch.device("cpu"))
     console.print(", ".join(f"{key} {value}" for key, value in machine.items()), markup=False)
     content = {"machine": machine, "pre_norm": args.pre_norm}
     for name in args.parts or PARTS:

@@ -41,14 +41,14 @@ sys.path.append(str(HERE.parents[1]))  # the clone's ls_plugin, unless one is in
 warnings.simplefilter("ignore")
 logging.disable(logging.WARNING)  # fairseq's remarks about optional packages
 
-import harness  # noqa: E402
 import torch  # noqa: E402
 import training_floor as floor  # noqa: E402
 import training_pictures as pictures  # noqa: E402
 import training_runs as runs  # noqa: E402
 import training_scaling as scaling  # noqa: E402
 
-from ls_plugin.report import figures, processes, records  # noqa: E402
+from ls_plugin.report import figures, op_timing, processes, records  # noqa: E402
+from ls_plugin.report.machine import machine as machine_of  # noqa: E402
 
 BASELINES = ("medium", "fused_adam", "compile")
 PRECISIONS = ("fp32", "bf16")
@@ -421,16 +421,16 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--work", type=Path, default=HERE / "out", help="for data, records and logs (default: out/)")
     parser.add_argument("--out", type=Path, help="write the results here as JSON, and beside it the picture")
     args = parser.parse_args(arguments)
-    harness.check_names(parser, "precision", args.precisions, PRECISIONS)
+    op_timing.check_names(parser, "precision", args.precisions, PRECISIONS)
     for combination in args.baselines:
-        harness.check_names(parser, "baseline", combination.split("+"), BASELINES)
+        op_timing.check_names(parser, "baseline", combination.split("+"), BASELINES)
     for name, least in (("rounds", 1), ("threads", 1), ("updates", runs.LEAST_TIMED_UPDATES)):
         value = getattr(args, name)
         if value is not None and value < least:
             parser.error(f"--{name} must be at least {least}, got {value}")
     if args.inference and runs.ROWS[args.inference].language_model:
         parser.error(f"--inference translates, and {args.inference} is a language model")
-    harness.check_out(parser, args.out)
+    op_timing.check_out(parser, args.out)
     args.work = args.work.resolve()
     return args
 
@@ -442,10 +442,10 @@ def main(arguments: list[str] | None = None) -> int:
 
     console = Console(width=250, highlight=False)
     torch.set_num_threads(args.threads)
-    machine = harness.machine(torch.device("cpu"))
+    machine = machine_of(torch.device("cpu"))
     product_rates = floor.product_rates(floor.PRODUCT_SIZE)
     fma_peak = floor.fma_peak(args.threads)
-    bandwidth = dataclasses.asdict(harness.measure_bandwidth(torch.device("cpu")))
+    bandwidth = dataclasses.asdict(op_timing.measure_bandwidth(torch.device("cpu")))
     rates = floor.rates_of(product_rates, max(bandwidth["copy_"], bandwidth["memmove"]))
     console.print(", ".join(f"{key} {value}" for key, value in machine.items()), markup=False)
     told = [f"{name} {rate:,.0f}" for name, rate in product_rates.items()]

@@ -42,15 +42,15 @@ sys.path.append(str(HERE.parents[1]))  # the clone's ls_plugin, unless one is in
 warnings.simplefilter("ignore")
 logging.disable(logging.WARNING)  # fairseq's remarks about optional packages
 
-import harness  # noqa: E402
 import torch  # noqa: E402
 from fairseq import optim  # noqa: E402
 from omegaconf import OmegaConf  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
-import ls_plugin  # noqa: E402, F401 (registers ls_ names)
-from ls_plugin import packing  # noqa: E402
+from ls_plugin import packing  # noqa: E402 (its import registers ls_ names, too)
+from ls_plugin.report import op_timing as timing  # noqa: E402
 from ls_plugin.report.dispatched import storages  # noqa: E402
+from ls_plugin.report.machine import machine as machine_of  # noqa: E402
 
 PHASES = ("scale", "clip", "step", "zero")
 WARM_UP_ROUNDS = 2
@@ -325,7 +325,7 @@ def parse_arguments() -> argparse.Namespace:
         least = min(args.threads) if name == "threads" else args.rounds
         if least < 1:
             parser.error(f"--{name} must be at least 1, got {least}")
-    harness.check_out(parser, args.out)
+    timing.check_out(parser, args.out)
     return args
 
 
@@ -334,14 +334,14 @@ def main() -> int:
     args = parse_arguments()
     from rich.console import Console
 
-    harness.keep_freed_memory()
+    timing.keep_freed_memory()
     console = Console(width=140, highlight=False)
-    machine = harness.machine(torch.device("cpu"))
+    machine = machine_of(torch.device("cpu"))
     del machine["threads"]
     bandwidths = {}
     for n in args.threads:
         torch.set_num_threads(n)
-        bandwidths[n] = dataclasses.asdict(harness.measure_bandwidth(torch.device("cpu")))
+        bandwidths[n] = dataclasses.asdict(timing.measure_bandwidth(torch.device("cpu")))
     console.print(", ".join(f"{key} {value}" for key, value in machine.items()), markup=False)
     for n, bandwidth in bandwidths.items():
         rates = ", ".join(f"{name} {rate:.1f}" for name, rate in bandwidth.items())

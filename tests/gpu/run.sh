@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # On a machine with a GPU: correctness of every op, then the op benchmarks on the GPU: bash tests/gpu/run.sh OUT
-# Logs, JSON and pictures go to OUT; a short table is printed last. See README.md beside this file.
+# Logs, JSON and reports go to OUT; a short table is printed last. See README.md beside this file.
 #
 #   LS_PYTHON          the interpreter (default: .venv/bin/python, else python3)
 #   LS_GPU_TEST_S      time limits, in seconds, of the tests (default 180)
@@ -13,7 +13,7 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 [ $# = 1 ] || { echo "usage: bash tests/gpu/run.sh OUT" >&2; exit 2; }
 mkdir -p "$1" && OUT=$(cd "$1" && pwd) || exit 2
 cd "$ROOT" || exit 2
-rm -f "$OUT"/tests_*.{xml,log} "$OUT"/benchmark_*.json  # of an earlier run: they would be read as this one's
+rm -rf "$OUT"/tests_*.{xml,log} "$OUT"/benchmark_*  # of an earlier run: they would be read as this one's
 
 PYTHON=${LS_PYTHON:-}
 if [ -z "$PYTHON" ]; then
@@ -27,7 +27,7 @@ die() { printf 'tests/gpu/run.sh: %s\n' "$1" >&2; exit 2; }
 
 if [ "$REHEARSAL" = 1 ]; then
   files=(tests/ops/test_layer_norm.py tests/ops/test_adam.py) tests=(-k simt)
-  benchmarks=(layer_norm bias_dropout_residual --device cpu --shape "32 x" --seconds 0.1)
+  benchmarks=(--ops layer_norm bias_dropout_residual --device cpu --shape "32 x" --seconds 0.1)
   first=(--dtypes bf16 --no-compile) second=(--dtypes fp32 --no-compile) third=()
   export MALLOC_PERTURB_=128   # glibc fills what it hands out with 0x7f: 3e38 in fp32 and bf16, NaN in fp16
 else
@@ -88,8 +88,8 @@ for part in first second third; do
   [ "${#options[@]}" -gt 0 ] || continue
   left=$((${LS_GPU_BENCH_S:-300} - (SECONDS - begin)))
   [ "$left" -gt 5 ] || { bench_status=124; break; }
-  timeout --kill-after=10 "$left" "$PYTHON" recipes/benchmarks/run.py "${benchmarks[@]}" "${options[@]}" \
-    --out "$OUT/benchmark_$part.json" >"$OUT/benchmark_$part.log" 2>&1
+  timeout --kill-after=10 "$left" "$PYTHON" -m ls_plugin.cli.report kernels "${benchmarks[@]}" "${options[@]}" \
+    --out "$OUT/benchmark_$part" >"$OUT/benchmark_$part.log" 2>&1
   status=$?
   [ "$status" = 0 ] || { bench_status=$status; tail -n 3 "$OUT/benchmark_$part.log"; }
 done

@@ -54,7 +54,7 @@ def benchmark_lines(path: Path) -> list[str]:
 
 def main() -> int:
     out = Path(sys.argv[1])
-    records = sorted(out.glob("benchmark_*.json"))
+    records = sorted(out.glob("benchmark_*/kernels.json"))
     lines, any_passed = test_lines(out)
     print("\n".join(lines))
     if not any_passed:

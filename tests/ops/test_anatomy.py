@@ -19,7 +19,7 @@ PLACES = [
     "ls_plugin/ops/{stem}.py",
     "ls_plugin/reference/{stem}.py",
     "tests/ops/test_{stem}.py",
-    "recipes/benchmarks/ops/{stem}.py",
+    "ls_plugin/report/op_cases/{stem}.py",
 ]
 
 

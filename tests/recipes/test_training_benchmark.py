@@ -21,7 +21,6 @@ NEIGHBOURS = (
     "training_scaling",
     "trainings",
     "prepare",
-    "harness",
 )
 
 
@@ -56,7 +55,7 @@ def small_work(training, tmp_path_factory):
 @pytest.mark.parametrize("row_name, baselines", [("tiny", "medium+fused_adam"), ("tinyLM", "")])
 def test_from_the_real_commands_to_the_table(training, small_work, tmp_path, capsys, monkeypatch, row_name, baselines):
     monkeypatch.setattr(training.floor, "PRODUCT_SIZE", 256)
-    monkeypatch.setitem(training.harness.COPY_BYTES, "cpu", 8 << 20)
+    monkeypatch.setitem(training.op_timing.COPY_BYTES, "cpu", 8 << 20)
     out = tmp_path / "training.json"
     flags = ["--rows", row_name, "--precisions", "fp32", "--baselines", baselines, "--rounds", "1", "--threads", "1"]
     assert training.main([*flags, "--work", str(small_work), "--out", str(out)]) == 0
@@ -208,7 +207,7 @@ def test_compile_takes_layers_and_loss(training, monkeypatch):
 
 def test_an_interrupt_leaves_what_was_measured(training, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(training.floor, "PRODUCT_SIZE", 64)
-    monkeypatch.setitem(training.harness.COPY_BYTES, "cpu", 1 << 20)
+    monkeypatch.setitem(training.op_timing.COPY_BYTES, "cpu", 1 << 20)
     done = [made_up(training, tmp_path, "stock")]
 
     def run(*_):

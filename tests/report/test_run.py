@@ -243,7 +243,7 @@ def test_commands_that_cannot_be_compared(tmp_path, command, words):
             "--contenders ls\\+medium: must be stock, ls or stock\\+ with medium, fused_adam",
         ),
         (["--contenders", "stock+magic"], "got 'stock\\+magic'"),
-        (["--contenders", "ls"], "stock must be among them"),
+        (["--contenders", "ls"], "stock and ls must be among them, got ls"),
         (["--contenders", "stock,stock+apex,ls"], "stock\\+apex: NVIDIA's apex is not installed; leave it out"),
         (["--updates", "2"], "--updates must be at least 4, got 2"),
         (["--rounds", "0"], "--rounds must be at least 1, got 0"),

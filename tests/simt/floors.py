@@ -1,4 +1,4 @@
-"""The bytes that an op moves, counted by the harness, beside those that it must move: the cases of recipes/benchmarks in bf16.
+"""The bytes that an op moves, counted by the harness, beside those that it must move: the cases of ls_plugin/report/op_cases in bf16.
 
 A byte counts once for each launch that touches it, which is what memory behind a perfect cache sees. Partial sums of a deterministic
 two-stage reduction (regions named "partials") are told apart: they are small, written by one launch and read by the next, out of the L2.
@@ -7,21 +7,17 @@ two-stage reduction (regions named "partials") are told apart: they are small, w
 from __future__ import annotations
 
 import importlib
-import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
-from types import ModuleType
 
 import torch
 
 from ls_plugin import _library
+from ls_plugin.report import op_timing
 
 from ..conftest import _load_simt_library, build_simt_library
 from .control import Simt
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "recipes" / "benchmarks"
 # The harness moves some 30 MB a second, so it gets the largest case below this, or the smallest of all.
 LARGEST_CASE_BYTES = 16 << 20
 
@@ -41,18 +37,6 @@ class Count:
     def of_floor(self) -> float:
         """Without the partial sums."""
         return (self.moved - self.partials) / self.floor
-
-
-@contextmanager
-def benchmark_scripts() -> Iterator[ModuleType]:
-    """Gives harness.py; it and the files of ops/ are scripts that import each other by their bare names."""
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        yield importlib.import_module("harness")
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-        for name in [name for name in sys.modules if name == "harness" or name.split(".")[0] == "ops"]:
-            del sys.modules[name]
 
 
 def _choose(cases: Iterable):
@@ -81,20 +65,21 @@ def count(op: str) -> list[Count]:
         return tuple(sum(t.cold_read + t.cold_written for t in some) for some in ([stats.all_memory], partials))
 
     counts = []
-    with benchmark_scripts() as harness:
-        case = _choose(importlib.import_module(f"ops.{op}").cases(torch.device("cpu"), torch.bfloat16))
-        if case is None:
-            return []
-        leaves = case.leaves if case.prepare is None else case.prepare()
-        _library.use_namespace("ls_simt")
-        try:
+    case = _choose(
+        importlib.import_module(f"ls_plugin.report.op_cases.{op}").cases(torch.device("cpu"), torch.bfloat16)
+    )
+    if case is None:
+        return []
+    leaves = case.leaves if case.prepare is None else case.prepare()
+    _library.use_namespace("ls_simt")
+    try:
+        simt.reset_stats()
+        outputs = case.ls(*leaves)
+        counts.append(Count(op, case.shape, "forward", case.forward_bytes, *since_reset()))
+        if case.backward_bytes is not None:
             simt.reset_stats()
-            outputs = case.ls(*leaves)
-            counts.append(Count(op, case.shape, "forward", case.forward_bytes, *since_reset()))
-            if case.backward_bytes is not None:
-                simt.reset_stats()
-                harness.gradients(case, outputs, leaves)
-                counts.append(Count(op, case.shape, "backward", case.backward_bytes, *since_reset()))
-        finally:
-            _library.use_namespace("ls")
+            op_timing.gradients(case, outputs, leaves)
+            counts.append(Count(op, case.shape, "backward", case.backward_bytes, *since_reset()))
+    finally:
+        _library.use_namespace("ls")
     return counts

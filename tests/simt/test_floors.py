@@ -2,12 +2,12 @@
 
 import pytest
 
+from ls_plugin.report import kernels
+
 from . import floors
 
-OPS = sorted(path.stem for path in (floors.BENCHMARKS / "ops").glob("*.py") if path.stem != "__init__")
 
-
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", kernels.STEMS)
 def test_op_moves_what_it_must(op):
     for count in floors.count(op):
         assert 0.95 <= count.of_floor <= 1.05, f"{count}: {count.of_floor:.1%} of the floor"

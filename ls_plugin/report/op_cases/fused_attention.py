@@ -1,8 +1,8 @@
 import torch
 import torch.nn.functional as F
-from harness import Case
 
 from ls_plugin import ops
+from ls_plugin.report.op_timing import Case
 
 P = 0.1
 SHAPES = (

@@ -1,8 +1,8 @@
 import torch
 from fairseq.optim.adam import Adam as FairseqAdam
-from harness import Case
 
 from ls_plugin import ops, reference
+from ls_plugin.report.op_timing import Case
 
 OPTIONS = {"lr": 5e-4, "eps": 1e-8, "weight_decay": 1e-4}
 BETA1, BETA2, STEP = 0.9, 0.98, 5

@@ -1,8 +1,8 @@
 import torch
 import torch.nn.functional as F
-from harness import Case, shapes_for
 
 from ls_plugin import ops
+from ls_plugin.report.op_timing import Case, shapes_for
 
 EPS = 1e-5
 
@@ -16,6 +16,16 @@ def cases(device, dtype):
 
         def eager(x, weight, bias):
             return F.layer_norm(x, weight.shape, weight, bias, EPS)
+
+        def liger(x, weight, bias):
+            from liger_kernel.transformers.functional import liger_layer_norm
+
+            return liger_layer_norm(x, weight, bias, EPS)
+
+        def apex(x, weight, bias):
+            from apex.normalization.fused_layer_norm import fused_layer_norm_affine
+
+            return fused_layer_norm_affine(x, weight, bias, weight.shape, EPS)
 
         def forward(x, weight, bias):
             return torch.ops.ls.layer_norm_forward(x, weight, bias, EPS)
@@ -34,4 +44,5 @@ def cases(device, dtype):
             forward_bytes=2 * x.nbytes,  # reads x, writes y
             backward_bytes=3 * x.nbytes,  # reads grad_y and x, writes grad_x
             kernels=(forward, backward),
+            others={"liger": liger, "apex": apex},
         )

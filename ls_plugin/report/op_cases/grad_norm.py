@@ -1,9 +1,9 @@
 import torch
 from fairseq.utils import clip_grad_norm_
-from harness import Case
 
 from ls_plugin import ops
-from ops.adam import parameter_shapes, sizes
+from ls_plugin.report.op_cases.adam import parameter_shapes, sizes
+from ls_plugin.report.op_timing import Case
 
 
 def cases(device, dtype):

@@ -1,9 +1,9 @@
 import fairseq.utils
 import torch
 import torch.nn.functional as F
-from harness import Case, bias_of_product, shapes_for
 
 from ls_plugin import ops
+from ls_plugin.report.op_timing import Case, bias_of_product, shapes_for
 
 P = 0.1
 CODES = {"relu": 0, "gelu": 1}  # Activation, kernels/common/params.h

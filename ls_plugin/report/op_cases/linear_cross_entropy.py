@@ -2,11 +2,10 @@ import torch
 import torch.nn.functional as F
 from fairseq import utils
 from fairseq.criterions.label_smoothed_cross_entropy import label_smoothed_nll_loss
-from harness import Case
 
 from ls_plugin import ops
-
-EPSILON, PAD = 0.1, 1
+from ls_plugin.report.op_cases.label_smoothed_cross_entropy import EPSILON, PAD, torchs_epsilon
+from ls_plugin.report.op_timing import Case
 
 
 def cases(device, dtype):
@@ -16,6 +15,7 @@ def cases(device, dtype):
         x = torch.randn(n_tokens, n_cols, generator=generator, device=device).to(dtype)
         weight = (torch.randn(n_classes, n_cols, generator=generator, device=device) * n_cols**-0.5).to(dtype)
         target = torch.randint(4, n_classes, (n_tokens,), generator=generator, device=device)
+        epsilon = torchs_epsilon(n_classes)
 
         def eager(x, weight, target=target):
             lprobs = utils.log_softmax(F.linear(x, weight), dim=-1)
@@ -23,6 +23,12 @@ def cases(device, dtype):
 
         def ls(x, weight, target=target):
             return ops.linear_cross_entropy(x, weight, target, EPSILON, PAD)[0]
+
+        def liger(x, weight, target=target, epsilon=epsilon):
+            from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+            smoothed = {"ignore_index": PAD, "label_smoothing": epsilon, "reduction": "sum"}
+            return liger_fused_linear_cross_entropy(x, weight, target, **smoothed).float()
 
         yield Case(
             op="linear_cross_entropy",
@@ -33,4 +39,5 @@ def cases(device, dtype):
             grad_outputs=(torch.ones((), device=device),),
             forward_bytes=None,
             backward_bytes=None,
+            others={"liger": liger},
         )

@@ -1,8 +1,9 @@
 """Timing of the op benchmarks: what a case is, what is measured of it, and the machine's own speed of moving bytes.
 
 One round times every contender once, in turn: eager (what stock fairseq executes), compiled (torch.compile of the same formula, by inductor,
-static shapes, whole graph), ls, and kernel (the same ops of ours called below autograd, no graph). A change of the machine's speed so meets
-all of them alike. What is given are medians over the rounds. Memory that was freed is kept for the next (keep_freed_memory).
+static shapes, whole graph), apex's and Liger-Kernel's op where these are installed and have one, ls, and kernel (the same ops of ours called
+below autograd, no graph). A change of the machine's speed so meets all of them alike. What is given are medians over the rounds. Memory that was
+freed is kept for the next (keep_freed_memory).
 
     forward    the call, with grad enabled, until it returns (CPU) or until its last kernel ends (CUDA)
     backward   ``torch.autograd.grad`` from the outputs to the leaves. Both directions of eager, compiled and ls hold what autograd costs by
@@ -17,12 +18,10 @@ import argparse
 import ctypes
 import dataclasses
 import gc
-import importlib.metadata
-import os
-import platform
+import importlib.util
 import signal
 import statistics
-import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -32,8 +31,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-ROOT = Path(__file__).resolve().parents[2]
-CONTENDERS = ("eager", "compiled", "ls", "kernel")
+PACKAGES = {"apex": "apex", "liger": "liger_kernel"}  # contenders that are there where their package is installed
+NO_SUCH_OP = "has no such op"
+RIVALS = ("eager", "compiled", *PACKAGES)
+CONTENDERS = (*RIVALS, "ls", "kernel")
 WARM_UP_ROUNDS = 3
 LEAST_ROUNDS = 5
 ENOUGH_ROUNDS = 30  # of a case that has used a third of its time
@@ -58,6 +59,7 @@ class Case:
     prepare: () -> leaves, made anew and untimed before each call, for ops that overwrite their inputs.
     kernels: (forward, backward): our compiled ops called directly, ``torch.ops.ls.…``. forward: leaves -> anything; backward gets that.
         backward is None where grad_outputs is.
+    others: the same by a contender of PACKAGES, which is imported when it is called; leaves -> output.
     compilable: formula for torch.compile, where eager's own code (an optimizer) is none that it could trace.
     in_place: the op writes only what it has read (an update). Such stores cost no hidden read, so its share is that of an in-place pass.
     """
@@ -74,6 +76,7 @@ class Case:
     kernels: tuple[Callable, Callable | None] | None = None
     compilable: Callable | None = None
     in_place: bool = False
+    others: dict[str, Callable] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,8 +107,8 @@ class Result:
     share: tuple[float | None, float | None]
 
     def speedup(self, over: str, part: str = "total") -> float | None:
-        """How many times as fast ls is as eager, compiled or the better of both ("best"), in forward, backward or total."""
-        rivals = ("eager", "compiled") if over == "best" else (over,)
+        """How many times as fast ls is as a rival, or as the fastest of them ("best"), in forward, backward or total."""
+        rivals = RIVALS if over == "best" else (over,)
         times = [getattr(self.times[name], f"{part}_ms") for name in rivals]
         ours = getattr(self.times["ls"], f"{part}_ms")
         known = [t for t in times if t is not None]
@@ -115,7 +118,7 @@ class Result:
         row = dataclasses.asdict(self)
         row["speedup"] = {
             over: {part: self.speedup(over, part) for part in ("forward", "backward", "total")}
-            for over in ("eager", "compiled", "best")
+            for over in (*RIVALS, "best")
         }
         return row
 
@@ -166,6 +169,14 @@ def keep_freed_memory() -> None:
         libc.mallopt(m_mmap_max, 0)
 
 
+def absent(name: str) -> str:
+    """Why a contender of PACKAGES is not here, or ""."""
+    package = PACKAGES[name]
+    # Of an unrelated package called apex the plugin lets every import fail.
+    there = sys.modules.get(package, package) is not None and importlib.util.find_spec(package) is not None
+    return "" if there else f"{package} is not installed"
+
+
 # ---- One case ----
 
 
@@ -183,7 +194,8 @@ def gradients(case: Case, outputs, leaves: tuple[Tensor, ...], allow_unused: boo
 def contenders(case: Case, compiled: Callable | None) -> dict[str, tuple[Callable, Callable]]:
     """Name -> (leaves -> outputs, (outputs, leaves) -> gradients)."""
     found = {}
-    for name, forward in (("eager", case.eager), ("compiled", compiled), ("ls", case.ls)):
+    others = {name: function for name, function in case.others.items() if not absent(name)}
+    for name, forward in {"eager": case.eager, "compiled": compiled, **others, "ls": case.ls}.items():
         if forward is not None:
             lenient = name != "ls"
             found[name] = (forward, lambda out, leaves, lenient=lenient: gradients(case, out, leaves, lenient))
@@ -279,6 +291,7 @@ def measure(
     )
     calls = contenders(case, compiled)
     reasons = {"compiled": why_not, "kernel": "the case gives no kernels"}
+    reasons |= {name: absent(name) or f"{package} {NO_SUCH_OP}" for name, package in PACKAGES.items()}
     samples: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
     stopwatch = Stopwatch(device)
     rounds, begin = -WARM_UP_ROUNDS, time.perf_counter()
@@ -368,43 +381,3 @@ def measure_bandwidth(device: torch.device) -> Bandwidth:
 
             memmove = rate(lambda: list(pool.map(move, range(n_threads))))
     return Bandwidth(rate(lambda: target.copy_(source)), memmove, rate(target.neg_))
-
-
-def machine(device: torch.device) -> dict[str, str | int]:
-    """What the figures depend on."""
-    from ls_plugin import _library, routes
-
-    def output_of(*command: str) -> str:
-        try:
-            done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
-            return done.stdout.strip().splitlines()[0]
-        except (OSError, subprocess.CalledProcessError, IndexError):
-            return "unknown"
-
-    def fairseq() -> str:
-        for name in ("fairseq-fixed", "fairseq"):
-            try:
-                return importlib.metadata.version(name)
-            except importlib.metadata.PackageNotFoundError:
-                continue
-        return "none"
-
-    gpu = {}
-    if device.type == "cuda":
-        driver = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-        gpu = {"driver": driver, "cuda": torch.version.cuda or "none"}
-    return {
-        "processor": torch.cuda.get_device_name(device) if device.type == "cuda" else routes.processor(),
-        **gpu,
-        "cores": os.cpu_count() or 0,
-        "threads": torch.get_num_threads(),
-        "instruction_set": _library.status().isa,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "fairseq": fairseq(),
-        "compiler": output_of("c++", "--version"),
-        "commit": output_of("git", "describe", "--always", "--dirty"),
-        "freed_memory": "kept"
-        if device.type == "cuda" or hasattr(ctypes.CDLL(None), "mallopt")
-        else "as the system has it",
-    }

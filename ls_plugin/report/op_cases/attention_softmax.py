@@ -1,8 +1,8 @@
 import torch
 import torch.nn.functional as F
-from harness import CUDA_ELEMENTS, Case
 
 from ls_plugin import ops
+from ls_plugin.report.op_timing import CUDA_ELEMENTS, Case
 
 P = 0.1
 SHAPES = ((8, 8, 32, False), (16, 4, 64, False), (4, 8, 256, False), (2, 8, 512, True))  # B, H, T = S, causal
@@ -32,6 +32,17 @@ def cases(device, dtype):
         def ls(scores, padding=padding, causal=causal):
             return ops.attention_softmax(scores, padding, causal=causal, p=P)
 
+        def apex(scores, padding=padding, causal=causal):
+            from apex.transformer.functional import fused_softmax
+
+            if causal:
+                flat = scores.view(-1, *scores.shape[-2:])
+                probs = fused_softmax.ScaledUpperTriangMaskedSoftmax.apply(flat, 1.0).view_as(scores)
+            else:
+                mask = padding[:, None, None, :].expand(-1, 1, scores.shape[-2], -1).contiguous()
+                probs = fused_softmax.ScaledMaskedSoftmax.apply(scores, mask, 1.0)
+            return F.dropout(probs, P)
+
         def forward(scores, padding=padding, causal=causal):
             return torch.ops.ls.attention_softmax_forward(scores, padding, None, causal, 1.0, P, seed, 0, True)
 
@@ -51,4 +62,5 @@ def cases(device, dtype):
             forward_bytes=int((seen + 1) * scores.nbytes),  # reads what is seen of the scores, writes probs
             backward_bytes=int((2 * seen + 1) * scores.nbytes),  # reads grad_probs and scores, writes grad_scores
             kernels=(forward, backward),
+            others={"apex": apex},
         )

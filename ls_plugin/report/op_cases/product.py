@@ -1,7 +1,7 @@
 import torch
-from harness import Case
 
 from ls_plugin.ops import product
+from ls_plugin.report.op_timing import Case
 
 # Rows N, inner K, columns M of a step's products: q, k and v, both of the feed-forward network, the output projection.
 SHAPES = {

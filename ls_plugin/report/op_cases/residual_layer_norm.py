@@ -1,8 +1,8 @@
 import torch
 import torch.nn.functional as F
-from harness import Case, bias_of_product, shapes_for
 
 from ls_plugin import ops
+from ls_plugin.report.op_timing import Case, bias_of_product, shapes_for
 
 P, EPS = 0.1, 1e-5
 

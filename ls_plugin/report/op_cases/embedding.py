@@ -4,9 +4,9 @@ import torch
 import torch.nn.functional as F
 from fairseq.modules import SinusoidalPositionalEmbedding
 from fairseq.utils import make_positions
-from harness import CUDA_ELEMENTS, Case
 
 from ls_plugin import ops
+from ls_plugin.report.op_timing import CUDA_ELEMENTS, Case
 
 P, PAD, MAX_POSITIONS = 0.1, 1, 1024
 

@@ -1,1 +1,0 @@
-"""One file per op: ``cases(device, dtype)`` yields what stock fairseq executes beside the fused op, see harness.Case."""
