@@ -15,6 +15,7 @@ import torch
 from fairseq import options, tasks
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.trainer import Trainer
+from torch import Tensor
 
 PHASES = ("forward", "backward", "clip", "update")
 CLIP_NORM = 1.0
