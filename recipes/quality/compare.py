@@ -40,7 +40,7 @@ SHUFFLE_SEED = 1  # of the training verses, where only some are taken
 TRAINING = {**quickstart.TRAINING, "--lr": 1e-3, "--warmup-updates": 400, "--log-interval": 100}
 
 
-class QualityError(Exception):
+class QualityError(quickstart.RecipeError):
     """A part failed; the message says what and how to go on."""
 
 
@@ -426,7 +426,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     try:
         return Quality(parse_args(), quickstart.Display()).run()
-    except (QualityError, quickstart.QuickstartError, prepare.DataError, records.RecordError) as error:
+    except (quickstart.RecipeError, records.RecordError) as error:
         print(error, file=sys.stderr)
         return 1
 

