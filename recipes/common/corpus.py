@@ -11,7 +11,7 @@ BATCH_LINES = 10_000
 MIN_PIECES, MAX_PIECES, MAX_RATIO = 1, 250, 1.5  # of a training pair, as fairseq's example scripts for WMT14 have them
 SENTENCEPIECE_SENTENCES = 5_000_000  # drawn at random from a larger text: more cost memory, and change few pieces
 
-# What a corpus from the web has between its letters: controls, soft hyphens, zero widths, marks of direction and order of bytes.
+# What a corpus from the web has between its letters: controls, soft hyphens, zero widths, marks of direction, byte order.
 _INVISIBLE = re.compile(
     "[\u0000-\u0008\u000e-\u001f\u007f-\u0084\u0086-\u009f\u00ad\u200b-\u200f\u202a-\u202e\u2060\ufeff\ufffe\uffff]"
 )
@@ -37,7 +37,11 @@ def count_lines(path: Path) -> int:
 def train_sentencepiece(
     texts: list[Path], model: Path, vocabulary: int, *, kind: str, coverage: float, threads: int
 ) -> None:
-    """Learns the pieces of all texts together. ``kind``: "unigram" or "bpe". Sums are taken per thread, so threads can change the pieces.
+    """Learns the pieces of all texts together.
+
+    Args:
+        kind: "unigram" or "bpe".
+        threads: sums are taken per thread, so that their number can change the pieces of "unigram".
 
     Raises:
         RecipeError: the text is too small for so many pieces.
@@ -104,8 +108,8 @@ class Pieces:
     def write_dictionary(self, path: Path) -> None:
         """The pieces as a fairseq dictionary.
 
-        It comes from the model and not, as fairseq-preprocess would have it, from the training text: there, each character too rare to be a
-        piece would still get an entry of its own.
+        It comes from the model and not, as fairseq-preprocess would have it, from the training text: there, each character too
+        rare to be a piece would still get an entry of its own.
         """
         sp = self.processor
         names = [sp.id_to_piece(i) for i in range(sp.get_piece_size()) if not (sp.is_control(i) or sp.is_unknown(i))]

@@ -4,7 +4,8 @@
     FOLDER/NAME.part   what has come so far
     FOLDER/SHA256SUMS  the checksums of files for which none is published, as they came first (sha256sum -c reads it)
 
-A file that was brought here by other means counts as downloaded. Nothing is ever deleted: a wrong file is named, with what to do about it.
+A file that was brought here by other means counts as downloaded. Nothing is ever deleted: a wrong file is named, with what to
+do about it.
 """
 
 import dataclasses

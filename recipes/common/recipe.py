@@ -1,7 +1,7 @@
 """What the recipes share: their flags, a comparison of stock and ls, training, evaluation, a sweep over batch sizes, a dry run.
 
-A recipe is a subclass with its data and its flags of fairseq-train, in stock's names. For ls an ``ls_`` is put before the names of
-architecture, criterion and optimizer, and nothing else is changed.
+A recipe is a subclass with its data and its flags of fairseq-train, in stock's names. For ls an ``ls_`` is put before the names
+of architecture, criterion and optimizer, and nothing else is changed.
 """
 
 import argparse
@@ -276,10 +276,10 @@ class Recipe:
         return self._display
 
     def tool(self, label: str, module: str, arguments: list[str], log: Path, done=lambda: (0.0, "")) -> None:
-        """Runs a command's ``main`` (or ``cli_main``) in a process of its own, its output in ``log``; ``done`` tells the progress.
+        """Runs a command's ``main`` (or ``cli_main``) in a process of its own; ``done`` tells the progress.
 
-        The process is a fork of this one where that is safe: torch and fairseq are loaded here, which takes longer than many of these
-        commands. Nothing here touches CUDA, which would not survive a fork.
+        The process is a fork of this one where that is safe: torch and fairseq are loaded here, which takes longer than many of
+        these commands. Nothing here touches CUDA, which would not survive a fork.
         """
         context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
         process = context.Process(target=call_command, args=(module, arguments, log))

@@ -23,7 +23,7 @@ Members = dict[str, tuple[tuple[str, str], ...]]  # split -> names in an archive
 
 
 def read_sentences(text: str, mark: str) -> dict[int, str]:
-    """By their number, the sentences of fairseq-generate's output that a mark begins: D- detokenised hypotheses, T- references."""
+    """Of fairseq-generate's output, by number, the sentences that a mark begins: D- detokenised hypotheses, T- references."""
     found = {}
     for line in text.splitlines():
         if line.startswith(mark):
