@@ -16,7 +16,7 @@ PARTS = {
     "update": "#228833",
     "rest": "#bbbbbb",
 }
-LEAST_SHARE = 0.001  # of a bar: a part that is to be seen
+LEAST_SHARE = 0.005  # of a bar: a part that is to be seen
 _SIZE = 12  # of the text
 _MOST_POINTS = 400  # of a line
 

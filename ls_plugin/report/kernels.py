@@ -179,7 +179,7 @@ def blocks(results: list, notes: list[str], machine: dict, bandwidth, interrupte
     missing = [op_timing.absent(name) for name in op_timing.PACKAGES if op_timing.absent(name)]
     if missing:
         told.append(("Left out", ", ".join(missing)))
-    made = [Lead(told, good=slower == 0)]
+    made = [Lead(told, good=bool(gains) and statistics.median(gains) > 1)]
     if interrupted:
         made.append(Paragraph("**Interrupted**: the figures are of what had run."))
     names = [name for name in op_timing.CONTENDERS if name in measured]
