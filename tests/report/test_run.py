@@ -71,6 +71,7 @@ def session(*flags: str, command=COMMAND) -> run.Session:
 
 
 @compiled
+@pytest.mark.slow
 def test_interrupted_and_gone_on_with(tmp_path, capsys):
     """Stock, then ls, which is interrupted; --resume keeps stock and runs ls, beside a baseline whose limit is too short."""
     out = tmp_path / "report"
