@@ -1,4 +1,4 @@
-"""The short table of a run: python tests/gpu/summary.py OUT. Counts of the tests, then a line for each measured case."""
+"""The short table of a run: python tests/gpu/summary.py OUT. Counts of the tests, a line for each measured op and for each training."""
 
 import json
 import sys
@@ -6,6 +6,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 MOST_NAMES = 20
+GOALS = {("fp16", 512): 3.1, ("fp16", 4096): 1.8, ("fp16", 8192): 1.6}  # over stock
 
 
 def test_lines(out: Path) -> tuple[list[str], bool]:
@@ -52,6 +53,25 @@ def benchmark_lines(path: Path) -> list[str]:
     return lines
 
 
+def training_line(path: Path) -> str:
+    """Of a report of lightseq-report run, in a folder training_PRECISION_TOKENS."""
+    _, precision, tokens = path.parent.name.split("_")
+    report = json.loads(path.read_text())
+    known, gain = report["contenders"], report["over_stock"].get("ls")
+    line = f"{precision} {int(tokens):>6,} tokens"
+    for kind in ("stock", "ls"):
+        if kind in known:
+            peak = known[kind]["peak_gpu_mib"] or known[kind]["peak_rss_mib"]
+            line += f"   {kind} {known[kind]['step_ms']:8.1f} ms, {peak:7,.0f} MiB"
+    if gain is None:
+        return line + "   not both were measured"
+    if gain["ratio"] is None:
+        return f"{line}   no speed-up: {gain['why_not']}"
+    goal = GOALS.get((precision, int(tokens)))
+    met = "" if goal is None else f" (goal {goal}x {'met' if gain['ratio'] >= goal else 'missed'})"
+    return f"{line}   {gain['ratio']:.2f}x{met}"
+
+
 def main() -> int:
     out = Path(sys.argv[1])
     records = sorted(out.glob("benchmark_*/kernels.json"))
@@ -64,7 +84,10 @@ def main() -> int:
         print("\n".join(benchmark_lines(path)))
     if not records:
         print("no benchmark was measured")
-    return int(not records or not any_passed)
+    trainings = sorted(out.glob("training_*/report.json"), key=lambda path: path.stat().st_mtime)
+    print("a step of whole trainings, stock and ls in turn")
+    print("\n".join(training_line(path) for path in trainings) or "no training was measured")
+    return int(not records or not any_passed or not trainings)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """tests/gpu/run.sh itself: it says that there is no GPU, and its rehearsal passes."""
 
+import json
 import os
 import subprocess
 import sys
@@ -33,6 +34,38 @@ def test_rehearsal_passes(tmp_path):
     expected = {f"tests_test_{stem}.{kind}" for stem in ("layer_norm", "adam") for kind in ("xml", "log")}
     assert expected <= {p.name for p in tmp_path.iterdir()}
     assert all((tmp_path / f"benchmark_{part}" / "kernels.json").exists() for part in ("first", "second"))
+    assert "fp32     64 tokens   stock" in done.stdout and "fp32    128 tokens   stock" in done.stdout
+
+
+def test_summary_names_speed_ups_goals_and_what_is_none(tmp_path):
+    (tmp_path / "tests_test_adam.log").touch()
+    (tmp_path / "tests_test_adam.xml").write_text(
+        '<testsuites><testsuite tests="1" failures="0" errors="0" skipped="0"/></testsuites>'
+    )
+    sides = {
+        kind: {"step_ms": ms, "peak_gpu_mib": 2048.0, "peak_rss_mib": 1.0} for kind, ms in (("stock", 9.0), ("ls", 3.0))
+    }
+    gains = {
+        "fp16_512": {"ratio": 3.0, "why_not": ""},
+        "fp16_8192": {"ratio": 1.6, "why_not": ""},
+        "bf16_512": {"ratio": None, "why_not": "losses part by +9 %"},
+    }
+    for name, gain in gains.items():
+        folder = tmp_path / f"training_{name}"
+        folder.mkdir()
+        (folder / "report.json").write_text(json.dumps({"contenders": sides, "over_stock": {"ls": gain}}))
+    (tmp_path / "training_bf16_1024").mkdir()
+    (tmp_path / "training_bf16_1024" / "report.json").write_text(
+        json.dumps({"contenders": {"stock": sides["stock"]}, "over_stock": {}})
+    )
+    command = [sys.executable, str(ROOT / "tests" / "gpu" / "summary.py"), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "no benchmark was measured" in done.stdout
+    lines = {line[:18].strip(): line for line in done.stdout.splitlines() if " tokens   " in line}
+    assert lines["fp16    512 tokens"].endswith("ls      3.0 ms,   2,048 MiB   3.00x (goal 3.1x missed)")
+    assert lines["fp16  8,192 tokens"].endswith("1.60x (goal 1.6x met)")
+    assert lines["bf16    512 tokens"].endswith("no speed-up: losses part by +9 %")
+    assert lines["bf16  1,024 tokens"].endswith("not both were measured")
 
 
 def test_summary_fails_where_no_test_passed_and_names_what_left_no_record(tmp_path):
