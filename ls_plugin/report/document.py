@@ -103,7 +103,7 @@ h2 { font-size: 1.15rem; margin: 2rem 0 .5rem; padding-top: .75rem; border-top: 
 table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .3rem .6rem; border-bottom: 1px solid #e4e8ee; text-align: right; white-space: nowrap; vertical-align: top; }
 th { border-bottom: 2px solid #b9c2cf; }
-th:first-child, td:first-child { text-align: left; white-space: pre-wrap; }
+th:first-child, td:first-child { text-align: left; white-space: pre-wrap; min-width: 8rem; }
 td.long { white-space: normal; text-align: left; min-width: 16rem; }
 code { font: .85em ui-monospace, Menlo, Consolas, monospace; background: #f3f5f8; padding: .05rem .25rem; }
 pre { font: .8rem/1.45 ui-monospace, Menlo, Consolas, monospace; background: #f3f5f8; padding: .75rem; white-space: pre-wrap; overflow-wrap: anywhere; }

@@ -25,7 +25,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 RESULTS = HERE / "results"
-PAGES = (ROOT / "README.md", HERE / "README.md")
+PAGES = (ROOT / "README.md", HERE / "README.md", HERE.parent / "quickstart" / "README.md")
 MOST_BETTER = 1.15  # what a README may claim over what is measured
 BEGIN, END = "<!-- figures: {} -->", "<!-- end of figures -->"
 
@@ -138,6 +138,28 @@ def training_summary(content: dict) -> str:
         "over the floor, stock / ls",
     ]
     return table([*header, "loss"], rows)
+
+
+def quickstart_claims(content: dict) -> Claims:
+    known, ratio = content["contenders"], content["over_stock"]["ls"]["ratio"]
+    memory = known["stock"]["peak_rss_mib"] / known["ls"]["peak_rss_mib"]
+    return ({} if ratio is None else {"over stock": ratio}) | {"memory of stock over ours": memory}
+
+
+def quickstart_table(content: dict) -> str:
+    stock, ours, gain = content["contenders"]["stock"], content["contenders"]["ls"], content["over_stock"]["ls"]
+    spread = "-".join(f"{quartile:.2f}" for quartile in gain["quartiles"])
+    phases = [(f"  {name}", stock["phase_ms"][name], ours["phase_ms"][name], ",.1f") for name in stock["phase_ms"]]
+    figures = [
+        ("tokens/s", stock["tokens_per_s"], ours["tokens_per_s"], ",.0f"),
+        ("ms a step", stock["step_ms"], ours["step_ms"], ",.0f"),
+        *phases,
+        ("peak memory, MiB", stock["peak_rss_mib"], ours["peak_rss_mib"], ",.0f"),
+        ("loss, bits a token", stock["final_loss"], ours["final_loss"], ".3f"),
+    ]
+    rows = [["times as fast, on the same batch", "1", f"{times(gain['ratio'])} ({spread})"]]
+    rows += [[name, format(a, form), format(b, form)] for name, a, b, form in figures]
+    return f"{table(['', 'stock', 'ls'], rows)}\n\n{machine_line(content['machine'])}"
 
 
 def inference_claims(content: dict) -> Claims:
@@ -322,6 +344,9 @@ SOURCES = {
         ("-m", "ls_plugin.cli.report", "kernels", "--dtypes", "fp32", "--seconds", "0.25", "--threads", "2", "--out"),
         op_claims,
     ),
+    "quickstart": Source(
+        "quickstart/report.json", ("recipes/quickstart/run.py", "--minutes", "1", "--out"), quickstart_claims
+    ),
     "loss_memory": Source("peak_memory.json", ("recipes/benchmarks/peak_memory.py", "--out"), memory_claims),
 }
 # Name of a table in a README -> the benchmark, and what makes the table of its results.
@@ -333,6 +358,7 @@ TABLES: dict[str, tuple[str, Callable[[dict], str]]] = {
     "update_step": ("update_step", update_table),
     "ops": ("ops", op_table),
     "loss_memory": ("loss_memory", memory_table),
+    "quickstart": ("quickstart", quickstart_table),
 }
 
 
@@ -371,7 +397,9 @@ def measure(names: list[str], keep: bool) -> int:
         for name in names:
             source = SOURCES[name]
             file = Path(folder) / source.file
-            if keep and not file.exists():  # what other benchmarks have put into the same file stays
+            if (
+                keep and not file.exists() and (RESULTS / source.file).exists()
+            ):  # what other benchmarks have put into the same file stays
                 file.parent.mkdir(exist_ok=True)
                 shutil.copy(RESULTS / source.file, file)
             print(f"{name}: {source.told}", flush=True)
@@ -381,8 +409,11 @@ def measure(names: list[str], keep: bool) -> int:
             n_wrong += len(wrong)
             print(f"{name}: {len(claimed)} figures, {len(wrong)} of them more than 15 % above what is measured now")
             print("".join(f"  {line}\n" for line in wrong), end="", flush=True)
-            if keep:
-                shutil.copytree(folder, RESULTS, dirs_exist_ok=True)
+            if keep:  # a folder holds data and checkpoints, too
+                (RESULTS / source.file).parent.mkdir(exist_ok=True)
+                for made in file.parent.iterdir():
+                    if made.suffix in (".json", ".png", ".svg"):
+                        shutil.copy(made, (RESULTS / source.file).with_name(made.name))
     return n_wrong
 
 

@@ -1,6 +1,6 @@
 """The report of a quickstart, from the records that ``ls_plugin/report/timed_train.py`` wrote.
 
-python report.py [OUT]      makes report.html, report.md and loss_curves.png again from the records in OUT
+python report.py [OUT]      makes report.html, report.md, report.json and quickstart.png again from the records in OUT
 """
 
 import json
@@ -14,8 +14,11 @@ if __name__ == "__main__":
     logging.disable(logging.INFO)  # fairseq's remarks about optional packages, as it is imported
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # the clone's ls_plugin, unless one is installed
 
+import torch
+
 from ls_plugin.report import charts, document, speedup
-from ls_plugin.report.records import CURVE_WINDOW, WARMUP_UPDATES, RecordError, Run, read_run, running_mean
+from ls_plugin.report.machine import machine
+from ls_plugin.report.records import CURVE_WINDOW, PHASES, WARMUP_UPDATES, RecordError, Run, read_run, running_mean
 from ls_plugin.report.speedup import Comparison
 
 TITLE = "Quickstart: stock fairseq and ls_plugin, Japanese to English"
@@ -106,7 +109,7 @@ def summary(quickstart: Quickstart) -> str:
     if quickstart.interrupted:
         lines += [f"interrupted in: {quickstart.interrupted}. What was measured is kept; to go on:"]
         lines.append("  bash recipes/quickstart/run.sh --continue")
-    lines.append(f"report: {quickstart.out / 'report.html'}, report.md   curves: loss_curves.png")
+    lines.append(f"report: {quickstart.out / 'report.html'}, report.md   picture: quickstart.png")
     return "\n".join(lines)
 
 
@@ -174,36 +177,70 @@ def _curves(quickstart: Quickstart) -> str:
 
 
 def plot(quickstart: Quickstart, path: Path) -> None:
-    """Both loss curves, over time and over updates."""
+    """The time of a step by phase, and both loss curves, over time and over updates."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    series = _all_updates(quickstart)
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.2), sharey=True, layout="constrained")
+    names = {"stock": "stock fairseq", "ls": "ls_plugin"}
+    panels = (["phases"] if quickstart.comparison else []) + ["time_s", "update"]
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(4.6 * len(panels), 4.0), layout="constrained")
+    of = dict(zip(panels, axes, strict=True))
+    if quickstart.comparison:
+        axis, medians = of["phases"], quickstart.comparison.medians
+        left = dict.fromkeys(KINDS, 0.0)
+        for phase in PHASES:
+            ms = {kind: medians[kind].phase_ms[phase] for kind in KINDS}
+            if max(ms.values()) <= charts.LEAST_SHARE * max(medians[kind].step_ms for kind in KINDS):
+                continue
+            axis.barh(
+                [names[kind] for kind in KINDS],
+                list(ms.values()),
+                left=list(left.values()),
+                label=phase,
+                color=charts.PARTS[phase],
+            )
+            left = {kind: left[kind] + ms[kind] for kind in KINDS}
+        for row, kind in enumerate(KINDS):
+            axis.text(left[kind], row, f" {medians[kind].step_ms:,.0f} ms", va="center")
+        gain = quickstart.comparison.gains["ls"]
+        axis.set_title(
+            "no speed-up is claimed" if gain.ratio is None else f"{gain.ratio:.2f} times as fast", fontsize=11
+        )
+        axis.set_xlabel("a training step, ms")
+        axis.set_xlim(right=1.25 * max(left.values()))
+        axis.invert_yaxis()
+        axis.legend(frameon=False, fontsize=9, loc="lower right")
     styles = {"stock": {"color": "#c1442e", "linewidth": 2.2}, "ls": {"color": "#1f5fa8", "linewidth": 1.6}}
-    for axis, key, label in ((axes[0], "time_s", "training time, s"), (axes[1], "update", "updates")):
-        for kind, updates in series.items():
+    for key, label in (("time_s", "training time, s"), ("update", "updates")):
+        axis = of[key]
+        for kind, updates in _all_updates(quickstart).items():
             losses = [update["loss"] for update in updates]
-            name = "stock fairseq" if kind == "stock" else "ls_plugin"
-            axis.plot([update[key] for update in updates], running_mean(losses), label=name, **styles[kind])
+            axis.plot([update[key] for update in updates], running_mean(losses), label=names[kind], **styles[kind])
         axis.set_xlabel(label)
+        axis.set_ylabel("training loss, bits per token")
         axis.grid(alpha=0.3)
         axis.legend(frameon=False)
-    axes[0].set_ylabel("training loss, bits per token")
-    figure.suptitle(f"{heading(quickstart)}\nrunning mean of {CURVE_WINDOW} updates", fontsize=9.5)
+    figure.suptitle(f"{heading(quickstart)}\nlosses: running mean of {CURVE_WINDOW} updates", fontsize=9.5)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
 
 def write(quickstart: Quickstart) -> None:
-    """Writes report.html and report.md and, once there is something to draw, loss_curves.png."""
+    """Writes report.html and report.md and, once there is something to tell or to draw, report.json and quickstart.png."""
     told = blocks(quickstart)
     (quickstart.out / "report.md").write_text(document.markdown(TITLE, told), encoding="utf-8")
     (quickstart.out / "report.html").write_text(document.page(TITLE, told), encoding="utf-8")
+    if quickstart.comparison:
+        content = {"settings": quickstart.settings, "machine": machine(torch.device(quickstart.settings["device"]))}
+        content |= quickstart.comparison.to_json()
+        if quickstart.translation:
+            content |= {"bleu": quickstart.translation.bleu_score, "chrf": quickstart.translation.chrf_score}
+        text = json.dumps(speedup.finite(content), indent=1)
+        (quickstart.out / "report.json").write_text(text + "\n", encoding="utf-8")
     if quickstart.comparison or (quickstart.training and quickstart.training.updates):
-        plot(quickstart, quickstart.out / "loss_curves.png")
+        plot(quickstart, quickstart.out / "quickstart.png")
 
 
 def read_translation(out: Path) -> Translation | None:

@@ -124,7 +124,7 @@ def test_all_of_it_twice(run_module, small_data, capsys):
     assert {path.name for path in small_data.iterdir()} >= {
         "report.html",
         "report.md",
-        "loss_curves.png",
+        "quickstart.png",
         "checkpoints",
         "generate.txt",
     }

@@ -169,7 +169,7 @@ def test_report_files_and_the_closing_screen(report, out):
     (out / "translation.json").write_text(json.dumps(vars(translation)))
     told = report.collect(out)
     report.write(told)
-    assert (out / "loss_curves.png").read_bytes().startswith(b"\x89PNG")
+    assert (out / "quickstart.png").read_bytes().startswith(b"\x89PNG")
     text = (out / "report.md").read_text()
     assert "2.00x" in text and "BLEU = 1.00" in text and text.count("- ja: ") == 5
     screen = report.summary(told).splitlines()
