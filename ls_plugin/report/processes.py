@@ -83,8 +83,25 @@ def process(command: list[str], log: Path, env: dict[str, str], cwd: Path | None
             yield started
         finally:
             if started.poll() is None:
+                below = descendants(started.pid)
                 os.killpg(started.pid, signal.SIGKILL)
+                for pid in below:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
                 started.wait()
+
+
+def descendants(pid: int) -> list[int]:
+    """What a process has started, and what these have, in sessions of their own too, as torchrun's workers are; [] where there is no /proc."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            parent = stat.read_text(errors="replace").rpartition(")")[2].split()[1]
+            children.setdefault(int(parent), []).append(int(stat.parent.name))
+    found = [pid]
+    for of in found:  # grows meanwhile
+        found += children.get(of, [])
+    return found[1:]
 
 
 class Follower:
