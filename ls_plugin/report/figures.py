@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 
 from ls_plugin.report.records import LOSS_TOLERANCE, PHASES, Run
@@ -77,11 +78,13 @@ def medians(runs: list[Run]) -> Figures:
 class Speedup:
     """How many times as fast a contender is as another, by the median over the updates of the ratio on the same batch; quartiles of that ratio.
 
-    ratio is None where no speed-up may be called one; why_not says why.
+    losses: of the base and of the contender, bits per token, over the last quarter of the updates that all runs of both have; their difference is
+    relative. ratio is None where no speed-up may be called one; why_not says why.
     """
 
     ratio: float | None
     quartiles: tuple[float, float]
+    losses: tuple[float, float]
     loss_difference: float
     why_not: str = ""
 
@@ -92,23 +95,23 @@ def speedup(base: list[Run], runs: list[Run], tolerance: float = LOSS_TOLERANCE)
     first, middle, third = quartiles(ratios)
     n = min(len(run.updates) for run in (*base, *runs))
     tail = slice(n - max(1, n // 4), n)
-    losses = [statistics.fmean(statistics.fmean(run.losses[tail]) for run in side) for side in (base, runs)]
-    difference = losses[1] / losses[0] - 1
+    losses = tuple(statistics.fmean(statistics.fmean(run.losses[tail]) for run in side) for side in (base, runs))
+    difference = losses[1] / losses[0] - 1 if losses[0] else 0.0 if losses[1] == 0 else math.inf
     shapes = {str([update["batches"] for update in run.updates[:n]]) for run in (*base, *runs)}
     why_not = ""
     if len(shapes) > 1:
         why_not = "they had other batches"
     elif not abs(difference) <= tolerance:  # a NaN parts, too
         why_not = f"losses part by {difference:+.2%}, tolerance {100 * tolerance:g}% ({losses[0]:.3f} and {losses[1]:.3f} bits per token)"
-    return Speedup(None if why_not else middle, (first, third), difference, why_not)
+    return Speedup(None if why_not else middle, (first, third), losses, difference, why_not)
 
 
-def best(runs: dict[str, list[Run]]) -> str:
-    """The fastest of stock and its variants that train as stock does."""
+def best(runs: dict[str, list[Run]], tolerance: float = LOSS_TOLERANCE) -> str:
+    """The fastest of stock and its variants that train as stock does; stock where its own losses are none (NaN)."""
     stock = runs["stock"]
     gains = {
         name: gain.ratio
         for name, of in runs.items()
-        if name.startswith("stock") and of and (gain := speedup(stock, of)).ratio is not None
+        if name.startswith("stock") and of and (gain := speedup(stock, of, tolerance)).ratio is not None
     }
-    return max(gains, key=gains.get)
+    return max(gains, key=gains.get, default="stock")

@@ -45,7 +45,7 @@ class Comparison:
     @property
     def best(self) -> str:
         """The fastest of stock and its baselines that train as stock does; "" without stock."""
-        return figures.best(self.runs) if "stock" in self.runs else ""
+        return figures.best(self.runs, self.tolerance) if "stock" in self.runs else ""
 
     @property
     def busiest(self) -> tuple[str, float]:
@@ -93,7 +93,7 @@ def lead(comparison: Comparison) -> Lead:
         name, spread = comparison.busiest
         text = f"the runs of {name} differ by {percent(spread)} in speed: something else used the machine; measure again when it is idle"
         lines.append(("Mind", text))
-    return Lead(lines, good=comparison.alike)
+    return Lead(lines, good=comparison.alike and comparison.gains["ls"].ratio > 1)
 
 
 def _gained(comparison: Comparison) -> str:
@@ -124,7 +124,7 @@ def _cost(comparison: Comparison) -> str:
 
 def _quality(comparison: Comparison) -> str:
     gain, stock, ls = comparison.gains["ls"], comparison.medians["stock"], comparison.medians["ls"]
-    losses = f"training losses, bits per token: {stock.final_loss:.3f} with stock, {ls.final_loss:.3f} with ls"
+    losses = "training losses, bits per token: {:.3f} with stock, {:.3f} with ls".format(*gain.losses)
     tolerance = f"they differ by {gain.loss_difference:+.2%}, tolerance {percent(comparison.tolerance)}"
     if not abs(gain.loss_difference) <= comparison.tolerance:
         return f"**the two do not train alike**: {losses}; {tolerance}"

@@ -5,6 +5,8 @@ import json
 import pytest
 
 from ls_plugin.report import figures
+from ls_plugin.report.records import read_run
+from ls_plugin.report.speedup import Comparison, lead
 
 PHASES = {"forward": 40.0, "backward": 80.0, "sync": 0.0, "clip": 10.0, "update": 20.0, "rest": 2.0}
 
@@ -90,6 +92,34 @@ def test_a_broken_loss_is_never_comparable(report, out, loss):
         write_record(record, "ls", [update(n, 2.0, loss=loss) for n in range(1, 41)])
     text, _ = text_of(report, out)
     assert not report.collect(out).comparison.alike and "no speed-up is claimed" in text
+
+
+@pytest.mark.parametrize("loss", [float("nan"), 0.0])
+def test_a_broken_loss_of_stock_leaves_a_report(out, report, loss):
+    """Nothing is as fast as stock that trains as it does; the figures are told all the same."""
+    for index in (1, 2):
+        record = out / "runs" / f"stock-{index}" / "record.jsonl"
+        record.unlink()
+        write_record(record, "stock", [update(n, loss=loss) for n in range(1, 41)])
+    comparison = report.collect(out).comparison
+    content = comparison.to_json()
+    assert not comparison.alike and content["best_stock"] == "stock" and content["over_stock"]["ls"]["ratio"] is None
+
+
+def test_losses_are_told_of_the_updates_that_both_have(out):
+    """An interrupted run beside a whole one: not the early losses of one against the late ones of the other."""
+    stock = read_run(out / "runs" / "stock-1" / "record.jsonl")
+    ls = read_run(out / "runs" / "ls-1" / "record.jsonl")
+    del ls.updates[20:]
+    comparison = Comparison({"stock": [stock], "ls": [ls]})
+    told = dict(lead(comparison).lines)["Quality"]
+    assert "12.200 with stock, 12.200 with ls; they differ by +0.00%" in told
+
+
+def test_a_slower_ls_is_no_good_news(out):
+    runs = {kind: [read_run(out / "runs" / f"{kind}-1" / "record.jsonl")] for kind in ("stock", "ls")}
+    assert lead(Comparison(runs)).good
+    assert not lead(Comparison({"stock": runs["ls"], "ls": runs["stock"]})).good
 
 
 def test_a_run_that_does_not_repeat_is_told(report, out):
