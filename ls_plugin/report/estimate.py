@@ -28,16 +28,18 @@ _FORMULA = "time = launches x launch cost + max(bytes / bandwidth, FLOPs / rate)
 _CONSTANTS = "Constants (products and other ops in TFLOP/s; launch: the lecture's 4 us, of its 3 to 5; the rest: NVIDIA's data sheets)"
 _CLIP_PHASES = ("clip", "update")  # of the optimizer
 _PRECISIONS = ("fp16", "bf16", "fp32")
+_DEFAULTS = {"max_tokens": "4096", "gpu": "A100", "precision": "fp16", "vocab": "32000", "stock_attention": "fused"}
+_OF_STEPS = ("arch", *_DEFAULTS, "sentence_length", "flags")  # flags that --lecture and --published leave no room for
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--arch", metavar="A,…", help="fairseq's architectures of translation and language models, without ls_"
     )
-    parser.add_argument("--max-tokens", metavar="N,…", default="4096", help="tokens of a batch (default 4096)")
-    parser.add_argument("--gpu", metavar="G,…", default="A100", help=f"of {', '.join(GPUS)} (default A100)")
-    parser.add_argument("--precision", choices=_PRECISIONS, default="fp16", help="default fp16")
-    parser.add_argument("--vocab", metavar="V", default="32000", help="entries of the dictionary (default 32000)")
+    parser.add_argument("--max-tokens", metavar="N,…", help="tokens of a batch (default 4096)")
+    parser.add_argument("--gpu", metavar="G,…", help=f"of {', '.join(GPUS)} (default A100)")
+    parser.add_argument("--precision", choices=_PRECISIONS, help="default fp16")
+    parser.add_argument("--vocab", metavar="V", help="entries of the dictionary (default 32000)")
     parser.add_argument(
         "--sentence-length",
         metavar="T",
@@ -46,7 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stock-attention",
         choices=("fused", "unfused"),
-        default="fused",
         help="torch's own attention as one kernel, as since torch 2.0, or as products, softmax and dropout, as before (default fused)",
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="write report.json, report.md and estimate.png here")
@@ -69,12 +70,17 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(
             "--arch: required, as in --arch transformer_wmt_en_de_big_t2t; or give --lecture or --published"
         )
-    if args.arch is not None and (args.lecture or args.published):
+    given = [name for name in _OF_STEPS if getattr(args, name)]
+    if given and (args.lecture or args.published):
+        flag = "flags after --" if given[0] == "flags" else f"--{given[0].replace('_', '-')}"
         raise UsageError(
-            "--arch: has no meaning beside --lecture and --published, which say what they compute; drop one of them"
+            f"{flag}: has no meaning beside --lecture and --published, which say what they compute; drop one of them"
         )
-    gpus = [_gpu(name, args.precision) for name in _list(args.gpu)]
-    sizes = sorted({_number("--max-tokens", size) for size in _list(args.max_tokens)})
+    for name, value in _DEFAULTS.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    gpus = [_gpu(name, args.precision) for name in _list("--gpu", args.gpu)]
+    sizes = sorted({_number("--max-tokens", size) for size in _list("--max-tokens", args.max_tokens)})
     if args.out is not None:
         if args.lecture:
             raise UsageError("--out: nothing is written for --lecture, which prints its figures; drop one of them")
@@ -97,8 +103,11 @@ def run(args: argparse.Namespace) -> int:
 # ---- Flags ----
 
 
-def _list(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
+def _list(flag: str, text: str) -> list[str]:
+    found = [part.strip() for part in text.split(",") if part.strip()]
+    if not found:
+        raise UsageError(f"{flag}: must name one or more, joined by commas, got {text!r}")
+    return found
 
 
 def _number(flag: str, text: str, least: int = 1) -> int:
@@ -137,7 +146,7 @@ def _run_steps(args: argparse.Namespace, gpus: list[Gpu], sizes: list[int]) -> i
     length = None if args.sentence_length is None else _number("--sentence-length", args.sentence_length)
     asked = [
         Step(arch, args.precision, vocab, length, tuple(args.flags), args.stock_attention == "fused")
-        for arch in _list(args.arch)
+        for arch in _list("--arch", args.arch)
     ]
     for step in asked:
         step.family  # noqa: B018 (an unknown one is refused before any is traced)
@@ -315,6 +324,7 @@ def _run_published(args: argparse.Namespace) -> int:
     reasons = _reasons(results)
     print(reasons)
     if args.out is not None:
+        args.precision, args.vocab, args.stock_attention = published.PRECISION, str(published.VOCAB), "unfused"
         _write_json(args, [gpu], [r for of in results.values() for r in of.values()])
         text = f"# {title}\n\n**{MARK}**: {_FORMULA}.\n\n{tables.markdown(header, rows)}\n\nPublished: {published.SOURCE}.\n\n{reasons}"
         (args.out / "report.md").write_text(text, encoding="utf-8")

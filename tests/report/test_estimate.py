@@ -209,6 +209,11 @@ def run(*arguments: str) -> int:
         (["--arch", "transformer", "--", "--no-such-flag"], "flags after --: unrecognized arguments: --no-such-flag"),
         (["--lecture", "--published"], "--lecture, --published: one at a time"),
         (["--lecture", "--arch", "transformer"], "--arch: has no meaning beside --lecture"),
+        (["--published", "--gpu", "H100"], "--gpu: has no meaning beside --lecture and --published"),
+        (["--published", "--max-tokens", "4096"], "--max-tokens: has no meaning beside"),
+        (["--lecture", "--", "--dropout", "0"], "flags after --: has no meaning beside"),
+        (["--arch", "transformer", "--gpu", ","], "--gpu: must name one or more, joined by commas, got ','"),
+        (["--arch", ""], "--arch: must name one or more"),
     ],
 )
 def test_bad_input_is_refused_by_name(arguments, message):
@@ -260,3 +265,18 @@ def test_the_command_from_flags_to_files(tmp_path):
     text = (tmp_path / "out" / "report.md").read_text()
     assert "ESTIMATE, no measurement" in text and f"{stock / ours:.2f}x" in text
     assert (tmp_path / "out" / "estimate.png").stat().st_size > 10_000
+
+
+def test_the_file_of_the_published_table_says_what_was_computed(tmp_path, monkeypatch):
+    """Not the defaults of a step: LightSeq's vocabulary, and attention in separate kernels."""
+    side = {"launches": 2, "host_reads": 1, "n_parameters": 3, "sentence_length": 32, "max_tokens": 0, "arch": "a"}
+    side["gpus"] = {"A100": {"ms": 1.0, "kinds": dict.fromkeys(trace.KINDS, 0.0)}}
+
+    def estimated(step, sizes, gpus):
+        return [side | {"contender": name, "max_tokens": n} for n in sizes for name in ("stock", "stock + apex", "ls")]
+
+    monkeypatch.setattr(estimate, "_estimate", estimated)
+    monkeypatch.setattr(estimate, "_import_matplotlib", lambda: None)
+    assert run("--published", "--out", str(tmp_path)) == 0
+    content = json.loads((tmp_path / "report.json").read_text())
+    assert (content["vocab"], content["stock_attention"], content["precision"]) == ("32768", "unfused", "fp16")
