@@ -232,10 +232,18 @@ class Session:
         unknown = sorted(set(args.ops) - set(STEMS))
         if unknown:
             raise UsageError(f"--ops {' '.join(unknown)}: unknown; choose from {', '.join(STEMS)}")
-        if not args.device.startswith(("cpu", "cuda")):
+        try:
+            kind = torch.device(args.device).type
+        except RuntimeError:
+            kind = ""
+        if kind not in ("cpu", "cuda"):
             raise UsageError(f"--device must be cpu or cuda, got {args.device}")
-        if args.device.startswith("cuda") and not torch.cuda.is_available():
-            raise UsageError(f"--device {args.device}: torch sees no GPU; lightseq-doctor says why")
+        if not args.seconds > 0:
+            raise UsageError(f"--seconds must be more than 0, got {args.seconds}")
+        n_gpus = torch.cuda.device_count()
+        if kind == "cuda" and (torch.device(args.device).index or 0) >= n_gpus:
+            seen = f"{n_gpus} GPUs, counted from 0" if n_gpus else "no GPU; lightseq-doctor says why"
+            raise UsageError(f"--device {args.device}: torch sees {seen}")
         if args.threads is not None and args.threads < 1:
             raise UsageError(f"--threads must be at least 1, got {args.threads}")
         self.args, self.device = args, torch.device(args.device)

@@ -118,7 +118,7 @@ class Session:
         commands.check(args.arguments)
         self.on_cuda = torch.cuda.is_available() and "--cpu" not in args.arguments
         self.device = "cuda" if self.on_cuda else "cpu"
-        self.updates = args.updates or UPDATES[self.device]
+        self.updates = UPDATES[self.device] if args.updates is None else args.updates
         for name, value, least in (
             ("--updates", self.updates, LEAST_UPDATES),
             ("--warm-up", args.warm_up, 1),
@@ -126,6 +126,7 @@ class Session:
             ("--nproc", args.nproc, 1),
             ("--threads", args.threads, 1),
             ("--tolerance", self.tolerance, 0),
+            ("--limit", args.limit, 0),
         ):
             if value is not None and not value >= least:
                 raise UsageError(f"{name} must be at least {least}, got {value}")
@@ -135,7 +136,8 @@ class Session:
                 f"--nproc {args.nproc}: there are {n_gpus} GPUs; give at most that, or --cpu in the command"
             )
         share = max(1, len(os.sched_getaffinity(0)) // args.nproc)
-        self.threads = args.threads or int(os.environ.get("OMP_NUM_THREADS") or share)
+        of_environment = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # a list: of nested levels
+        self.threads = args.threads or (int(of_environment) if of_environment.isdecimal() else 0) or share
         self.skipped: dict[str, str] = {}
         self.contenders = self.choose()
         # Warm-up, timed updates, and one whose kernels are counted.

@@ -68,6 +68,8 @@ def test_one_case_from_command_to_report(tmp_path):
     [
         (["--ops", "layernorm"], "--ops layernorm: unknown; choose from adam, "),
         (["--device", "tpu"], "--device must be cpu or cuda, got tpu"),
+        (["--device", "cpux"], "--device must be cpu or cuda, got cpux"),
+        (["--seconds", "nan"], "--seconds must be more than 0, got nan"),
         (["--device", "cuda"], "torch sees no GPU"),
         (["--threads", "0"], "--threads must be at least 1, got 0"),
     ],

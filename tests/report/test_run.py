@@ -247,6 +247,8 @@ def test_commands_that_cannot_be_compared(tmp_path, command, words):
         (["--contenders", "ls"], "stock and ls must be among them, got ls"),
         (["--contenders", "stock,stock+apex,ls"], "stock\\+apex: NVIDIA's apex is not installed; leave it out"),
         (["--updates", "2"], "--updates must be at least 4, got 2"),
+        (["--updates", "0"], "--updates must be at least 4, got 0"),
+        (["--limit", "nan"], "--limit must be at least 0, got nan"),
         (["--rounds", "0"], "--rounds must be at least 1, got 0"),
         (["--tolerance", "-1"], "--tolerance must be at least 0, got -1"),
     ],
@@ -255,6 +257,16 @@ def test_flags_that_mean_nothing(tmp_path, flags, words, monkeypatch):
     monkeypatch.setattr("ls_plugin.cli.doctor.find_apex", lambda *_: (None, False))
     with pytest.raises(UsageError, match=words):
         session("--out", str(tmp_path), *flags)
+
+
+def test_threads_of_the_environment(tmp_path, monkeypatch):
+    """OpenMP takes a list, a number for each nested level."""
+    args = parse("--out", str(tmp_path), "--contenders", "stock,ls")
+    args.threads = None
+    monkeypatch.setenv("OMP_NUM_THREADS", "3,1")
+    assert run.Session(args).threads == 3
+    monkeypatch.setenv("OMP_NUM_THREADS", "0")
+    assert run.Session(args).threads >= 1
 
 
 def test_resume_needs_something_to_go_on_from(tmp_path):
