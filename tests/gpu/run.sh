@@ -129,7 +129,8 @@ train_status=0 n_trained=0
 for point in "${points[@]}"; do
   train "${point%:*}" "${point#*:}" $((end - SECONDS))
   status=$?
-  if [ "$status" = 0 ]; then n_trained=$((n_trained + 1)); else train_status=$status; fi
+  if [ "$status" = 0 ]; then n_trained=$((n_trained + 1))
+  elif [ "$train_status" = 0 ] || [ "$train_status" = 124 ]; then train_status=$status; fi  # what failed stays, whatever is cut later
 done
 [ "$train_status" != 124 ] || [ "$n_trained" -lt "$needed" ] || train_status=0  # the first ones are what must fit
 benchmark third $((end - SECONDS)) || [ $? = 124 ] || bench_status=1

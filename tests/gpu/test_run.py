@@ -37,6 +37,17 @@ def test_rehearsal_passes(tmp_path):
     assert "fp32     64 tokens   stock" in done.stdout and "fp32    128 tokens   stock" in done.stdout
 
 
+def test_a_training_that_failed_is_told_though_a_later_one_was_cut(tmp_path):
+    """The interpreter is a stand-in: the first training fails, the second runs into its time limit, all else passes."""
+    stub = tmp_path / "python"
+    stub.write_text(
+        '#!/bin/bash\n[ "$2 $3" = "ls_plugin.cli.report run" ] || exit 0\n[[ "$*" == *training_fp32_64* ]] && exit 1\nexit 124\n'
+    )
+    stub.chmod(0o755)
+    done = run(tmp_path / "out", LS_GPU_REHEARSAL="1", LS_PYTHON=str(stub))
+    assert done.returncode == 1 and "train: failed with status 1" in done.stdout, done.stdout + done.stderr
+
+
 def test_summary_names_speed_ups_goals_and_what_is_none(tmp_path):
     (tmp_path / "tests_test_adam.log").touch()
     (tmp_path / "tests_test_adam.xml").write_text(
