@@ -35,6 +35,7 @@ RENAMED = ("--arch", "--criterion", "--optimizer")
 STOP_GRACE_S = 60.0
 POLL_S = 0.1
 DRY_UPDATES = 6
+INTERRUPTED = 130
 
 Flags = dict[str, object]
 
@@ -141,12 +142,26 @@ class Recipe:
         told = self.make_data(building)
         manifest = {"key": key, "bytes": sizes(building), "told": told}
         (building / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+        self.check_dictionary(building)
         if self.data.exists():
             shutil.rmtree(self.data)
         building.rename(self.data)
         counts = (f"{name} {value:,}" if isinstance(value, int) else f"{name} {value}" for name, value in told.items())
         self.say(f"data: {', '.join(counts)}")
         return manifest
+
+    def check_dictionary(self, building: Path) -> None:
+        """Raises RecipeError where what was trained in this folder would silently go on with words that have other numbers."""
+        made = [name for name in ("train", "pretrain", "report", "sweep") if (self.out / name).exists()]
+        before, now = (
+            {path.name: path.read_bytes() for path in (data / "bin").glob("dict.*txt")}
+            for data in (self.data, building)
+        )
+        if before and made and now != before:
+            raise RecipeError(
+                f"the data have another dictionary than before, so that {', '.join(made)} in {self.out} cannot go on with them; give another --out, or "
+                f"move these away"
+            )
 
     def compare(self, folder: Path, name: str) -> int:
         """Stock and ls in turn, by ``lightseq-report run``; returns its exit status."""
@@ -158,7 +173,7 @@ class Recipe:
         options: Flags = {
             "--out": folder,
             "--name": name,
-            "--contenders": args.contenders,
+            "--contenders": args.contenders or "stock,ls",
             "--rounds": args.rounds,
             "--updates": args.updates,
         }
@@ -181,6 +196,8 @@ class Recipe:
             folder = self.out / "sweep" / str(max_tokens)
             status = max(status, self.compare(folder, f"{self.title}, {max_tokens:,} tokens a batch"))
             rows.append((max_tokens, json.loads((folder / "report.json").read_text(encoding="utf-8"))))
+            if status == INTERRUPTED:
+                break
         text = sweep_table(self.title, rows, self.published)
         (self.out / "sweep" / "sweep.md").write_text(text, encoding="utf-8")
         self.say(f"\n{text}\n{self.out / 'sweep' / 'sweep.md'}")
@@ -447,9 +464,9 @@ def parse_args(recipe: type[Recipe], arguments: list[str] | None = None) -> argp
         help="timed updates of each run of the comparison (default: 200 on a GPU, 50 on a CPU)",
     )
     parser.add_argument(
-        "--rounds", type=int, default=2, help="how often the contenders take turns (default %(default)s)"
+        "--rounds", type=int, metavar="N", help="how often the contenders take turns (default: lightseq-report's, 2)"
     )
-    parser.add_argument("--contenders", default="stock,ls", help="as of lightseq-report run (default %(default)s)")
+    parser.add_argument("--contenders", help="as of lightseq-report run (default stock,ls)")
     parser.add_argument(
         "--resume", action="store_true", help="keep what an earlier comparison measured, go on from there"
     )
@@ -482,6 +499,16 @@ def parse_args(recipe: type[Recipe], arguments: list[str] | None = None) -> argp
         value = getattr(args, name)
         if value is not None and value < least:
             parser.error(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
+    without_meaning = ("max_tokens",) if args.sweep else ("updates", "rounds", "resume") if args.dry_run else ()
+    if args.train or args.evaluate or args.data_only:
+        without_meaning = ("updates", "rounds", "resume", "contenders")
+    for name in without_meaning:
+        if getattr(args, name):
+            mode = next(m for m in ("data_only", "train", "evaluate", "sweep", "dry_run") if getattr(args, m))
+            remedy = "; -- --max-update N ends a training" if (mode, name) == ("train", "updates") else ""
+            parser.error(
+                f"--{name.replace('_', '-')} has no meaning beside --{mode.replace('_', '-')}, drop it{remedy}"
+            )
     taken = [flag for flag in args.further if flag.partition("=")[0] in RENAMED]
     if taken:
         parser.error(f"-- {taken[0]}: the recipe names it, since ls has its own; drop it")
@@ -535,5 +562,5 @@ def main(recipe: type[Recipe]) -> int:
         print(
             f"\n{recipe.name}: interrupted; what was downloaded, measured and saved is kept, {again}", file=sys.stderr
         )
-        return 130
+        return INTERRUPTED
     return 1

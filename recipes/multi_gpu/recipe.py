@@ -66,6 +66,13 @@ class MultiGpu(Translation):
         )
 
     def inputs(self) -> dict:
+        args = self.args
+        if args.nproc is not None and args.nproc < 1:
+            raise RecipeError(f"--nproc must be at least 1, got {args.nproc}")
+        if args.deepspeed and not (args.train or args.evaluate):
+            raise RecipeError(
+                "--deepspeed: goes with --train ls and --evaluate ls alone, since stock fairseq has no such flag"
+            )
         return {**super().inputs(), "recipe.py": digest(Path(__file__))}
 
     @property
@@ -74,8 +81,12 @@ class MultiGpu(Translation):
 
         return self.args.nproc or (2 if self.on_cpu else torch.cuda.device_count())
 
+    @property
+    def threads_each(self) -> int:
+        return max(1, self.args.threads // self.nproc)
+
     def report_options(self) -> Flags:
-        return {"--nproc": self.nproc}
+        return {"--nproc": self.nproc, "--threads": self.threads_each}
 
     def write_splits(self, text: Path) -> dict:
         from quickstart.prepare import read_verses, split_verses, write_text
@@ -113,7 +124,7 @@ class MultiGpu(Translation):
                 "--train stock: stock fairseq cannot train in several processes on a CPU under torchrun; --train ls, or --nproc 1"
             )
         if self.on_cpu:
-            environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": str(max(1, self.args.threads // self.nproc))}
+            environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": str(self.threads_each)}
         launch = [
             sys.executable,
             "-m",

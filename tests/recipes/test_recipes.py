@@ -107,6 +107,13 @@ def test_wmt14_is_what_lightseq_trains(make):
     [
         (["--sweep", "512,x"], "--sweep: must be numbers joined by commas"),
         (["--updates", "1"], "--updates must be at least 4, got 1"),
+        (
+            ["--train", "ls", "--updates", "100"],
+            "--updates has no meaning beside --train, drop it; -- --max-update N ends",
+        ),
+        (["--evaluate", "ls", "--contenders", "stock,ls"], "--contenders has no meaning beside --evaluate"),
+        (["--sweep", "512", "--max-tokens", "64"], "--max-tokens has no meaning beside --sweep"),
+        (["--dry-run", "--rounds", "3"], "--rounds has no meaning beside --dry-run"),
         (["--train", "ls", "--dry-run"], "not allowed with argument"),
         (["--", "--arch", "transformer"], "-- --arch: the recipe names it"),
     ],
@@ -141,6 +148,10 @@ def test_what_does_not_fit_together_is_refused(recipe, make, tmp_path):
         make("bart_finetune", "--restore", str(short)).inputs()
     with pytest.raises(error, match=r"found no dict\.source\.txt"):
         make("bart_finetune", "--restore", str(short), "--binarized", str(tmp_path)).inputs()
+    with pytest.raises(error, match="--deepspeed: goes with --train ls"):
+        make("multi_gpu", "--cpu", "--deepspeed", str(short)).inputs()
+    with pytest.raises(error, match="--nproc must be at least 1, got 0"):
+        make("multi_gpu", "--cpu", "--nproc", "0").inputs()
     with pytest.raises(error, match="stock fairseq has no such flag"):
         make("multi_gpu", "--cpu", "--deepspeed", str(short)).command("stock")
     with pytest.raises(error, match="cannot train in several processes on a CPU"):
@@ -348,6 +359,51 @@ def test_a_users_text_is_split_at_its_end(make, tmp_path):
     assert splits["test"][-1] == "line 399" and splits["train"] + splits["valid"] + splits["test"] == [
         f"line {i}" for i in range(400)
     ]
+
+
+def test_what_was_trained_never_goes_on_with_another_dictionary(recipe, make, monkeypatch):
+    made = make("multi_gpu")
+    content = {"dict.ja.txt": "a 1\n"}
+
+    def make_data(folder):
+        (folder / "bin").mkdir()
+        for name, text in content.items():
+            (folder / "bin" / name).write_text(text)
+        return {}
+
+    monkeypatch.setattr(made, "make_data", make_data)
+    monkeypatch.setattr(made, "inputs", lambda: {"text": len(content["dict.ja.txt"])})
+    made.prepare()
+    made.save_dir("ls").mkdir(parents=True)
+    content["dict.ja.txt"] = "b 1\nc 1\n"
+    with pytest.raises(recipe("errors").RecipeError, match="another dictionary than before, so that train in"):
+        made.prepare()
+    assert (made.data / "bin" / "dict.ja.txt").read_text() == "a 1\n"
+    made.save_dir("ls").rmdir()
+    made.save_dir("ls").parent.rmdir()
+    made.prepare()
+    assert (made.data / "bin" / "dict.ja.txt").read_text() == "b 1\nc 1\n"
+
+
+def test_processes_share_the_cores(make):
+    assert make("multi_gpu", "--cpu", "--threads", "8", "--nproc", "4").report_options() == {
+        "--nproc": 4,
+        "--threads": 2,
+    }
+
+
+def test_an_interrupt_ends_the_sweep(make, monkeypatch):
+    made, asked = make("wmt14_en_de", "--sweep", "512,1024,2048"), []
+
+    def compare(folder, name):
+        asked.append(int(folder.name))
+        folder.mkdir(parents=True)
+        (folder / "report.json").write_text(json.dumps({"contenders": {}, "over_stock": {}}))
+        return 130 if len(asked) == 2 else 1
+
+    monkeypatch.setattr(made, "compare", compare)
+    assert made.sweep() == 130 and asked == [512, 1024]
+    assert "| 1,024 | no claim |" in (made.out / "sweep" / "sweep.md").read_text()
 
 
 def test_the_sweep_is_one_table(recipe):
