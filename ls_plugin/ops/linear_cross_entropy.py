@@ -146,7 +146,9 @@ class _PerToken(torch.autograd.Function):
         )
 
 
-def linear_cross_entropy_forward(kernels, x, weight, target, token_weight, epsilon, ignore_index, needs_x_grad, needs_weight_grad):
+def linear_cross_entropy_forward(
+    kernels, x, weight, target, token_weight, epsilon, ignore_index, needs_x_grad, needs_weight_grad
+):
     """(N, C), (V, C), (N,), fp32 (N,) or None -> loss, nll fp32 (N,) and the fp32 gradients of sum(token_weight * loss), or empty."""
     _check(x, weight, target)
     check_vocabulary(_OP, target, weight.shape[0], ignore_index)

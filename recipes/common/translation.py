@@ -7,6 +7,7 @@ import re
 import shutil
 import tarfile
 from collections.abc import Iterator
+from itertools import zip_longest
 from pathlib import Path
 from typing import ClassVar
 
@@ -179,7 +180,12 @@ class Translation(Recipe):
                 paths = unpack(archive, [name for names in members.values() for both in names for name in both], raw)
                 for split, names in members.items():
                     for both in names:
-                        for pair in zip(*(self.sentences(paths[name]) for name in both), strict=True):
+                        for pair in zip_longest(*(self.sentences(paths[name]) for name in both)):
+                            if None in pair:
+                                raise RecipeError(
+                                    f"data: {' and '.join(both)} of {archive.name} must have as many sentences as one another; "
+                                    "move the archive away to fetch it again"
+                                )
                             pair = [corpus.clean(side.lower() if self.lower_case else side) for side in pair]
                             goes_to = self.goes_to(split, pair, counts)
                             counts[goes_to] += 1

@@ -100,7 +100,14 @@ class Quickstart:
         else:
             for folder in (self.out / "runs", self.checkpoints):
                 shutil.rmtree(folder, ignore_errors=True)
-            for name in ("translation.json", "generate.txt", "report.html", "report.md", "report.json", "quickstart.png"):
+            for name in (
+                "translation.json",
+                "generate.txt",
+                "report.html",
+                "report.md",
+                "report.json",
+                "quickstart.png",
+            ):
                 (self.out / name).unlink(missing_ok=True)
         path.write_text(json.dumps(settings, indent=1), encoding="utf-8")
 

@@ -3,7 +3,7 @@
 # Logs, JSON and reports go to OUT; a short table is printed last. See README.md beside this file.
 #
 #   LS_PYTHON          the interpreter (default: .venv/bin/python, else python3)
-#   LS_GPU_TOTAL_S     time limit of everything, in seconds (default 470); what is last in the order is left out first
+#   LS_GPU_TOTAL_S     time limit of everything, in seconds (default 430; a training that is stopped may take another 60); what is last in the order is left out first
 #   LS_GPU_TEST_S      and of the tests alone (default 170)
 #   LS_GPU_BENCH_S     of the op benchmarks without torch.compile (default 100)
 #   LS_GPU_TEST_JOBS   test files at a time (default 4)
@@ -59,7 +59,7 @@ PYTHON
   needed=3 updates=16 warm_up=6
   export CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-0}  # one GPU, where there are several
 fi
-end=$((SECONDS + ${LS_GPU_TOTAL_S:-470}))
+end=$((SECONDS + ${LS_GPU_TOTAL_S:-430}))
 
 # A process for each file: what ends a CUDA context (a fault, a trap) then fails the rest of one op's tests and not of all. SIGINT
 # lets pytest write its record of what it has done.
@@ -108,7 +108,7 @@ train() {
   [ "$3" -gt 20 ] || return 124
   local name=training_$1_$2 precision=()
   [ "$1" = fp32 ] || precision=("--$1")
-  timeout --signal=INT --kill-after=10 "$3" "$PYTHON" -m ls_plugin.cli.report run --out "$OUT/$name" --name "$1, $2 tokens" --contenders stock,ls \
+  timeout --signal=INT --kill-after=65 "$3" "$PYTHON" -m ls_plugin.cli.report run --out "$OUT/$name" --name "$1, $2 tokens" --contenders stock,ls \
     --rounds 1 --warm-up "$warm_up" --updates "$updates" -- "${model[@]}" "${precision[@]}" --task dummy_mt --share-all-embeddings \
     --criterion label_smoothed_cross_entropy --label-smoothing 0.1 --optimizer adam --adam-betas '(0.9, 0.98)' --lr 1e-5 --clip-norm 1.0 \
     --max-tokens "$2" >"$OUT/$name.log" 2>&1

@@ -342,6 +342,19 @@ def test_archives_become_clean_text(make, tmp_path, name, counts):
     assert (recipe.out / "downloads" / "SHA256SUMS").exists() and not (tmp_path / "raw").exists()
 
 
+def test_sides_of_unequal_length_are_refused(make, tmp_path, monkeypatch, recipe):
+    made = make("iwslt14_de_en", "--dry-run", "--out", str(tmp_path / "out"))
+    made.write_sample(tmp_path / "sample")
+    archives = {tmp_path / "sample" / archive.name: members for archive, members in made.archives.items()}
+    sentences = type(made).sentences
+    monkeypatch.setattr(
+        type(made), "sentences", lambda self, path: iter(list(sentences(self, path))[path.name.endswith(".en") :])
+    )
+    (tmp_path / "text").mkdir()
+    with pytest.raises(recipe("errors").RecipeError, match="must have as many sentences as one another"):
+        made.write_text(archives, tmp_path / "text", tmp_path / "raw")
+
+
 def test_another_archive_of_the_same_name_is_refused(recipe, tmp_path):
     sample, translation = recipe("sample"), recipe("translation")
     sample.write_archive(tmp_path / "corpus.tgz", {"./there.en": "a\n", "other.en": "b\n"})
