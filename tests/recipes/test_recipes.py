@@ -19,7 +19,7 @@ import pytest
 from tests.recipes.conftest import ROOT
 
 RECIPES = ("wmt14_en_de", "iwslt14_de_en", "language_model", "bart_finetune", "multi_gpu")
-BEYOND_CI = ("iwslt14_de_en", "multi_gpu")
+BEYOND_CI = ("iwslt14_de_en", "language_model", "bart_finetune", "multi_gpu")
 TRANSLATION = ("wmt14_en_de", "iwslt14_de_en")
 
 
@@ -450,39 +450,19 @@ def start_dry_run(name: str, folder: Path) -> subprocess.Popen:
         )
 
 
-@pytest.fixture(scope="module")
-def dry_runs(request, tmp_path_factory):
-    """The dry runs that were asked for, each a process, two at a time: recipe -> (exit status, output, folder)."""
-    asked = {item.callspec.params["name"] for item in request.session.items if item.originalname == "test_dry_run"}
-    folder, waiting, running, done = tmp_path_factory.mktemp("dry"), sorted(asked), {}, {}
-    try:
-        while waiting or running:
-            while waiting and len(running) < 2:
-                name = waiting.pop()
-                running[name] = start_dry_run(name, folder)
-            name = next(iter(running))
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                running[name].wait(0.1)
-            for name in [name for name, process in running.items() if process.poll() is not None]:
-                done[name] = (
-                    running.pop(name).returncode,
-                    (folder / f"{name}.log").read_text(),
-                    folder / name / "dry_run",
-                )
-    finally:
-        for process in running.values():
-            process.kill()
-    return done
-
-
-# Half of each is the start of three to ten processes that import fairseq. What the two left out of CI have of their own is tested above, in
+# Half of each is the start of three to ten processes that import fairseq. What those left out of CI have of their own is tested above, in
 # tests/train/test_distributed.py and in tests/train/test_deepspeed.py.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.longest] * (name in BEYOND_CI)) for name in RECIPES]
 )
-def test_dry_run(dry_runs, make, name):
-    status, output, folder = dry_runs[name]
+def test_dry_run(tmp_path, make, name):
+    process, folder = start_dry_run(name, tmp_path), tmp_path / name / "dry_run"
+    try:
+        status = process.wait()
+    finally:
+        process.kill()
+    output = (tmp_path / f"{name}.log").read_text()
     assert status == 0, output[-4000:]
     report = json.loads((folder / "report" / "report.json").read_text())
     assert set(report["contenders"]) == {"stock", "ls"} and (folder / "report" / "report.html").exists()

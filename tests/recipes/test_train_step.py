@@ -22,6 +22,7 @@ def train_step(benchmark):
 
 
 @pytest.mark.slow
+@pytest.mark.longest
 def test_all_parts_from_command_to_json(tmp_path):
     out = tmp_path / "step.json"
     flags = ["--layers", "2", "--rounds", "2", "--sizes", "T", "--out", str(out)]

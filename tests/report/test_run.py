@@ -145,6 +145,8 @@ def test_interrupted_and_gone_on_with(tmp_path, capsys):
 
 
 @compiled
+@pytest.mark.slow
+@pytest.mark.longest
 def test_two_processes_wait_for_each_other(tmp_path):
     """Under torchrun with gloo: the phase of gradient sync is there. Stock fails for ls's sake no more than the other way about."""
     flags = ["--rounds", "1", "--updates", "6", "--warm-up", "1", "--contenders", "stock,ls", "--nproc", "2"]

@@ -196,6 +196,7 @@ def test_old_numpy_is_numpy_otherwise():
 
 
 @pytest.mark.slow
+@pytest.mark.longest
 def test_mbart_trains_and_translates(commands, losses, tmp_path):
     """A stock checkpoint is finetuned by ours as by stock."""
     prefixes = [f"--{split}pref={commands.data.parent / split}" for split in ("train", "test")]
@@ -241,6 +242,7 @@ def test_the_task_of_mbart_has_its_arguments():
 
 
 @pytest.mark.slow
+@pytest.mark.longest
 def test_layers_to_keep_train_resume_generate(commands, losses, training_flags, tmp_path):
     """Four encoder layers of which two are kept: ours and stock resume as the uninterrupted run, and the checkpoint translates."""
     kept = [
