@@ -22,6 +22,7 @@ from fairseq import models
 from torch.multiprocessing import ProcessExitedException
 
 import ls_plugin
+from ls_plugin.arguments import is_plugin, values
 from ls_plugin.errors import DataError, LightSeqError, UnsupportedError, UsageError
 from ls_plugin.names import PREFIX, stock_name
 
@@ -82,13 +83,13 @@ def run(
     set_up_logging()
     arguments = sys.argv[1:]
     for flag, value in (defaults or {}).items():
-        if not _values(arguments, flag):
+        if not values(arguments, flag):
             arguments += [flag, value]
     try:
         _check_required(arguments, required or {})
         # With another --user-dir both are imported: fairseq imports that one, and the worker function, which belongs to the plugin, brings
         # the plugin along wherever it is unpickled.
-        if all(map(_is_plugin, _values(arguments, "--user-dir"))):
+        if all(map(is_plugin, values(arguments, "--user-dir"))):
             check_arch(arguments)
             arguments = [*arguments, "--user-dir", str(PLUGIN_DIR)]
         sys.argv = [command, *arguments]
@@ -151,38 +152,18 @@ def _what_is(path: str) -> str:
     return "is a file" if os.path.exists(path) else "does not exist"
 
 
-def _values(arguments: list[str], *flags: str) -> list[str]:
-    """The values that a command line gives to an option, as ``--flag value`` or ``--flag=value``."""
-    values = []
-    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
-        name, equals, attached = argument.partition("=")
-        if name in flags:
-            values.append(attached if equals else following)
-    return values
-
-
 def _check_required(arguments: list[str], required: dict[str, str]) -> None:
     """Raises UsageError if a flag of ``required`` is missing, unless the command line asks for help."""
     if {"-h", "--help"} & set(arguments):
         return
     for flag, example in required.items():
-        if not _values(arguments, flag, *_SHORT_FLAGS.get(flag, ())):
+        if not values(arguments, flag, *_SHORT_FLAGS.get(flag, ())):
             raise UsageError(f"{flag}: required, as in {flag} {example}")
-
-
-def _is_plugin(user_dir: str) -> bool:
-    """Whether ``--user-dir`` names this plugin: by any path, or as ``ls_plugin``, which fairseq also looks for beside itself.
-
-    fairseq would compare paths letter by letter and refuse the plugin that is already imported under another spelling.
-    """
-    if os.path.exists(user_dir):
-        return os.path.samefile(user_dir, PLUGIN_DIR)
-    return user_dir == PLUGIN_DIR.name
 
 
 def check_arch(arguments: list[str]) -> None:
     """Raises UnsupportedError for an unknown ``--arch``, with the nearest names; argparse would list all of some 200."""
-    for arch in _values(arguments, "--arch", *_SHORT_FLAGS["--arch"]):
+    for arch in values(arguments, "--arch", *_SHORT_FLAGS["--arch"]):
         if arch not in models.ARCH_MODEL_REGISTRY:
             ours = [name for name in models.ARCH_MODEL_REGISTRY if name.startswith(PREFIX)]
             near = difflib.get_close_matches(arch, [*ours, *map(stock_name, ours)], n=4, cutoff=0.5)

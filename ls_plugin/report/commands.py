@@ -6,6 +6,7 @@ import dataclasses
 import sys
 from pathlib import Path
 
+from ls_plugin.arguments import is_plugin, values
 from ls_plugin.errors import UnsupportedError, UsageError
 from ls_plugin.names import PREFIX
 from ls_plugin.report.records import STOPWATCH
@@ -72,16 +73,6 @@ def why_not(contender: Contender, on_cuda: bool) -> str:
     return "" if on_cuda else "apex works on a GPU only"
 
 
-def values(arguments: list[str], *flags: str) -> list[str]:
-    """What a command line gives to a flag, as ``--flag value`` or ``--flag=value``."""
-    found = []
-    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
-        name, equals, attached = argument.partition("=")
-        if name in flags:
-            found.append(attached if equals else following)
-    return found
-
-
 def check(arguments: list[str]) -> None:
     """That stock and ls can both train by these arguments of fairseq-train, without meeting in a file or a port.
 
@@ -89,8 +80,6 @@ def check(arguments: list[str]) -> None:
         UsageError: a name is missing or ls's own; a flag is the report's.
         UnsupportedError: an architecture, criterion or optimizer without a twin.
     """
-    import ls_plugin
-
     if not arguments:
         raise UsageError(
             "after --: the arguments of fairseq-train are missing, as in lightseq-report run --out DIR -- data-bin --arch …"
@@ -101,8 +90,7 @@ def check(arguments: list[str]) -> None:
         if remedy:
             raise UsageError(f"{flag}: cannot be in the command of a report; {remedy}")
     for user_dir in values(arguments, "--user-dir"):
-        path = Path(user_dir)
-        if user_dir == "ls_plugin" or (path.exists() and path.samefile(ls_plugin.__path__[0])):
+        if user_dir == "ls_plugin" or is_plugin(user_dir):  # another copy of it, too
             raise UsageError(
                 f"--user-dir {user_dir}: stock must train without the plugin; leave it out, ls gets it by itself"
             )

@@ -30,6 +30,7 @@ import subprocess
 import time
 from pathlib import Path
 
+from ls_plugin.arguments import values
 from ls_plugin.errors import UsageError
 
 WARM_UP = 10  # first touch of memory, start of threads, compilation
@@ -333,14 +334,14 @@ class Session:
 
     def write(self, interrupted: bool):
         """report.json, report.md and report.html; gives the comparison."""
-        from ls_plugin.report import commands, document, speedup
+        from ls_plugin.report import document, speedup
 
         comparison = self.comparison()
         settings = json.loads((self.out / "settings.json").read_text(encoding="utf-8"))
         typed = {
             outcome["contender"]: outcome["command"] for outcome, _ in _outcomes(self.out) if outcome["round"] == 1
         }
-        arch = commands.values(self.args.arguments, "--arch", "-a")[-1]
+        arch = values(self.args.arguments, "--arch", "-a")[-1]
         title = f"{self.args.name or arch}: stock fairseq and ls_plugin"
         content = {"title": title, "interrupted": interrupted, "settings": settings, "commands": typed}
         content |= comparison.to_json()
