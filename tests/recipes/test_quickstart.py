@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from tests.interrupts import interrupt
 from tests.recipes.conftest import QUICKSTART
 from tests.recipes.test_report import update, write_record
 
@@ -222,24 +223,9 @@ def test_ctrl_c_in_the_comparison(run_module, small_data, tmp_path):
     write_record(tmp_path / "runs" / "stock-1" / "record.jsonl", "stock", [update(n) for n in range(1, 301)])
 
     command = [sys.executable, str(QUICKSTART / "run.py"), *flags]
-    # A shell starts background jobs with SIGINT ignored, and these tests may be one.
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    record, deadline = tmp_path / "runs" / "ls-1" / "record.jsonl", time.monotonic() + 200
-    try:
-        while not (record.exists() and '"update": 2,' in record.read_text()):
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.02)
-        process.send_signal(signal.SIGINT)
-        screen, _ = process.communicate(timeout=100)
-    finally:
-        process.kill()
-    assert process.returncode == 130, screen
+    record = tmp_path / "runs" / "ls-1" / "record.jsonl"
+    status, screen = interrupt(command, record, '"update": 2,', signal.SIGINT)
+    assert status == 130, screen
     assert "interrupted in: (a)" in screen and "run.sh --continue" in screen
     assert "Interrupted in: (a)" in (tmp_path / "report.md").read_text(encoding="utf-8")
     assert run_module.report.read_run(record).interrupted

@@ -2,11 +2,8 @@
 
 import argparse
 import json
-import os
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +11,7 @@ import pytest
 from ls_plugin import _library
 from ls_plugin.errors import UnsupportedError, UsageError
 from ls_plugin.report import commands, run
+from tests.interrupts import interrupt
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ["--arch", "transformer", "--criterion", "label_smoothed_cross_entropy", "--optimizer", "adam"]
@@ -87,24 +85,9 @@ def test_interrupted_and_gone_on_with(tmp_path, capsys):
         "--threads",
         "1",
     ]
-    process = subprocess.Popen(
-        [*command, "--", *COMMAND],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs of a shell ignore it
-    )
-    record, deadline = out / "runs" / "ls-1" / "record.jsonl", time.monotonic() + 200
-    try:
-        while not (record.exists() and '"start"' in record.read_text()):
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.01)
-        process.send_signal(signal.SIGTERM)
-        screen, _ = process.communicate(timeout=100)
-    finally:
-        process.kill()
-    assert process.returncode == 130, screen
+    record = out / "runs" / "ls-1" / "record.jsonl"
+    status, screen = interrupt([*command, "--", *COMMAND], record, '"start"', signal.SIGTERM, PYTHONPATH=str(ROOT))
+    assert status == 130, screen
     assert "go on with --resume" in screen
     assert "Interrupted" in (out / "report.md").read_text() and "Interrupted" in (out / "report.html").read_text()
     before = json.loads((out / "report.json").read_text())
