@@ -15,6 +15,7 @@ synchronisation between GPUs, products and kernels below full speed, padding. "s
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -130,6 +131,8 @@ def _import_matplotlib():
         import matplotlib
     except ImportError:
         raise UsageError("--out: the picture needs matplotlib; pip install 'ls_plugin[report]'") from None
+    # It says so when it lists the fonts, which it does once on each machine, and our log goes to standard output.
+    logging.getLogger("matplotlib").setLevel(logging.WARNING)
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -247,7 +247,8 @@ def test_the_command_from_flags_to_files(tmp_path):
         "--",
         *TINY,
     ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    # A new machine, where matplotlib has to list the fonts first.
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MPLCONFIGDIR": str(tmp_path / "matplotlib")}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.startswith("ESTIMATE, no measurement")
