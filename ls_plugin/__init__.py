@@ -26,11 +26,12 @@ def register() -> None:
     from ls_plugin import deepspeed
 
     with deepspeed.left_out():
-        from ls_plugin import checkpoint, compat, criterions, distributed, memory, models, ops, optim  # noqa: F401
+        from ls_plugin import checkpoint, compat, criterions, distributed, faults, memory, models, ops, optim  # noqa: F401
 
     checkpoint.install()
     compat.install()
     distributed.install()
+    faults.install()
     memory.install()
 
 

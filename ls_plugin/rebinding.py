@@ -16,12 +16,7 @@ def wrap(owner, name: str, wrapper: Callable) -> None:
     Raises:
         RuntimeError: there is nothing of that name, so this fairseq is not one that the plugin knows.
     """
-    stock = getattr(owner, name, None)
-    if stock is None:
-        where = f"{owner.__module__}.{owner.__qualname__}" if isinstance(owner, type) else owner.__name__
-        raise RuntimeError(
-            f"{where} must have {name}, which ls_plugin wraps, but has none; install the fairseq that ls_plugin requires"
-        )
+    stock = _find(owner, name)
     function = stock
     while function is not None:
         if getattr(function, _WRAPPER, None) is wrapper:
@@ -34,3 +29,23 @@ def wrap(owner, name: str, wrapper: Callable) -> None:
 
     setattr(wrapped, _WRAPPER, wrapper)
     setattr(owner, name, wrapped)
+
+
+def replace(owner, name: str, function: Callable) -> None:
+    """Rebinds ``owner.name`` to ``function`` itself, for what TorchScript compiles: it reads the source of a function, not of a wrapper.
+
+    Raises:
+        RuntimeError: as for :func:`wrap`.
+    """
+    _find(owner, name)
+    setattr(owner, name, function)
+
+
+def _find(owner, name: str) -> Callable:
+    stock = getattr(owner, name, None)
+    if stock is None:
+        where = f"{owner.__module__}.{owner.__qualname__}" if isinstance(owner, type) else owner.__name__
+        raise RuntimeError(
+            f"{where} must have {name}, which ls_plugin wraps, but has none; install the fairseq that ls_plugin requires"
+        )
+    return stock

@@ -66,25 +66,16 @@ _INPUT_CHECKS = (
 )
 
 
-def run(
-    command: str,
-    cli_main: Callable[[], None],
-    defaults: dict[str, str] | None = None,
-    required: dict[str, str] | None = None,
-) -> None:
+def run(command: str, cli_main: Callable[[], None], required: dict[str, str] | None = None) -> None:
     """Runs one of fairseq's ``cli_main`` functions on ``sys.argv``; after an error, ends the process with its status.
 
     Args:
         command: name of the console script, for messages.
         cli_main: reads ``sys.argv``; its worker function should be wrapped by :func:`check_and_run`.
-        defaults: flags, and their values here where the command line does not give them.
         required: flags without which fairseq's parser fails in the middle of its work, and an example of a value.
     """
     set_up_logging()
     arguments = sys.argv[1:]
-    for flag, value in (defaults or {}).items():
-        if not values(arguments, flag):
-            arguments += [flag, value]
     try:
         _check_required(arguments, required or {})
         # With another --user-dir both are imported: fairseq imports that one, and the worker function, which belongs to the plugin, brings

@@ -14,8 +14,7 @@ def worker_main(cfg, **kwargs):
 
 def main() -> None:
     stock.main = worker_main
-    # With fairseq's default, 8, sentences of the last batch beyond a multiple of 8 would silently get no translation.
-    run("lightseq-generate", stock.cli_main, defaults={"--required-batch-size-multiple": "1"})
+    run("lightseq-generate", stock.cli_main)
 
 
 if __name__ == "__main__":

@@ -15,13 +15,7 @@ def worker_main(cfg, **kwargs):
 def main() -> None:
     stock.main = worker_main
     stock.reset_logging = set_up_logging  # fairseq's has every rank print its results
-    # With fairseq's default, 8, sentences of the last batch beyond a multiple of 8 would silently not be scored.
-    run(
-        "lightseq-validate",
-        stock.cli_main,
-        defaults={"--required-batch-size-multiple": "1"},
-        required={"--task": "translation"},
-    )
+    run("lightseq-validate", stock.cli_main, required={"--task": "translation"})
 
 
 if __name__ == "__main__":

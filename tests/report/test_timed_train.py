@@ -65,7 +65,7 @@ def test_flags_of_stock_under_torchrun_on_a_cpu(monkeypatch):
 
 
 def test_stock_trains_without_the_plugin_and_without_apex():
-    """What the script imports for stock; apex by name alone, and the modules beside it never by theirs."""
+    """What the script imports for stock; apex by name alone, and the modules beside it never by theirs. Its batches are those of ls."""
     script = f"""
 import sys
 sys.argv = [{str(records.STOPWATCH)!r}, "/dev/null", "stock", "--", "--help"]
@@ -77,6 +77,9 @@ except SystemExit:
     pass
 assert "fairseq" in sys.modules and not [name for name in sys.modules if name.startswith("ls_plugin")]
 assert sys.modules["apex"] is None
+from fairseq.data import data_utils
+batches = data_utils.batch_by_size(range(21), lambda index: 3, required_batch_size_multiple=8)
+assert list(map(len, batches)) == [16, 5]
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -60,12 +60,13 @@ ENGLISH = [
     "tomorrow",
     "forest",
 ]
-# Everything but the names of architecture, criterion and optimizer; dropout 0 for parity.
+# Everything but the names of architecture, criterion and optimizer; dropout 0 for parity, and batches of any size, of which stock drops none.
 TRAINING = shlex.split(
     "--encoder-embed-dim 32 --encoder-ffn-embed-dim 64 --encoder-layers 2 --decoder-layers 2 --encoder-attention-heads 2 "
     "--decoder-attention-heads 2 --lr 5e-3 --lr-scheduler inverse_sqrt --warmup-updates 4 --clip-norm 1.0 --weight-decay 0.01 "
     "--label-smoothing 0.1 --report-accuracy --max-tokens 300 --max-update 20 --save-interval-updates 10 --disable-validation "
-    "--log-format json --log-interval 1 --seed 7 --dropout 0 --num-workers 0 --cpu"
+    "--log-format json --log-interval 1 --seed 7 --dropout 0 --num-workers 0 "
+    "--required-batch-size-multiple 1 --cpu"
 )
 STOCK = shlex.split("--arch transformer --criterion label_smoothed_cross_entropy --optimizer adam")
 OURS = shlex.split("--arch ls_transformer --criterion ls_label_smoothed_cross_entropy --optimizer ls_adam")

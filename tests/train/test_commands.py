@@ -194,7 +194,7 @@ def test_input_checks_of_fairseq_take_one_line(run_command, commands, tmp_path):
     ("flags", "told"),
     [
         (["--max-source-positions", "4"], "Size of sample #"),
-        (["--required-batch-size-multiple", "1000"], "The dataset is empty"),
+        (["--max-source-positions", "1", "--skip-invalid-size-inputs-valid-test"], "The dataset is empty"),
         (["--share-all-embeddings"], "--share-all-embeddings requires a joined dictionary"),
     ],
     ids=["long sentences", "no batch", "dictionaries"],

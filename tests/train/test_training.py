@@ -210,7 +210,7 @@ def hypotheses(output: str) -> list[str]:
 def test_stock_generates_the_same_from_our_checkpoint_without_the_plugin(trained, commands):
     flags = ["--path", trained["ours"][0] / "checkpoint_last.pt", "--beam", 5, "--max-len-b", 20, "--cpu"]
     flags += ["--no-progress-bar"]
-    # fairseq drops the last batch unless its size is a multiple of this, 8 by default; our command translates it.
+    # fairseq drops the last batch unless its size is a multiple of this, 8 by default; with the plugin it does not.
     whole = ["--required-batch-size-multiple", 1]
     runs = [
         commands.start("fairseq_cli.generate", commands.data, *flags, *whole, plugin=False),
@@ -222,7 +222,7 @@ def test_stock_generates_the_same_from_our_checkpoint_without_the_plugin(trained
 
 
 def test_validation_scores_every_token(trained, commands, tmp_path):
-    """fairseq's default leaves out the last batch, unless its size is a multiple of 8."""
+    """fairseq alone leaves out the last batch, unless its size is a multiple of 8."""
     (tmp_path / "counting").mkdir()
     (tmp_path / "counting" / "__init__.py").write_text(
         "from fairseq.tasks.fairseq_task import FairseqTask\n"
