@@ -203,3 +203,17 @@ def test_hydra_trains_as_the_command_line_does(commands, data, train_arch, tmp_p
     criterion = OUR_CRITERIONS[arch].split()[-1]
     assert state["ls_plugin"] == {"model": f"ls_{arch}", "criterion": criterion, "optimizer": "ls_adam"}
     assert state["extra_state"]["val_loss"] == pytest.approx(expected["extra_state"]["val_loss"], abs=2e-3)
+
+
+@pytest.mark.slow
+def test_every_job_of_a_hydra_sweep_trains_as_if_alone(commands, data, tmp_path):
+    """In one process. The third job is the first one again; the second, whose loss is higher, has its own best checkpoint."""
+    flags = [f"task.data={data['transformer_lm']}", f"hydra.sweep.dir={tmp_path}"]
+    sweep = "optimization.lr=[0.005],[0.001],[0.005]"
+    commands.run("fairseq_cli.hydra_train", "-m", *LANGUAGE_MODEL, *HYDRA, *flags, sweep)
+    saved = [load(tmp_path / str(job) / "checkpoints") for job in range(3)]
+    first, second, third = (state["extra_state"]["val_loss"] for state in saved)
+    assert first == third < second
+    assert [state["extra_state"]["best"] for state in saved] == [first, second, third]
+    assert all((tmp_path / str(job) / "checkpoints" / "checkpoint_best.pt").exists() for job in range(3))
+    assert all(state["ls_plugin"]["criterion"] == "ls_cross_entropy" for state in saved)

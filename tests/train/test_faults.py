@@ -5,11 +5,15 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from fairseq import checkpoint_utils
 from fairseq.data import data_utils
+from fairseq.dataclass import utils as dataclass_utils
 from fairseq.ngram_repeat_block import NGramRepeatBlock
 from fairseq.sequence_generator import SequenceGenerator
+from fairseq_cli.train import should_stop_early
+from omegaconf import OmegaConf
 
-from ls_plugin import faults
+from ls_plugin import criterions, faults
 
 stock_batch_by_size = data_utils.batch_by_size.__wrapped__
 
@@ -134,3 +138,28 @@ def test_no_output_repeats_an_n_gram(make_trainer, size, scripted):
     if not scripted:
         assert repeats(0) > 0
     assert repeats(size) == 0
+
+
+# --- Hydra
+
+
+def test_a_configuration_takes_the_place_of_the_one_that_it_extends():
+    """As in the second job of a sweep with criterion=cross_entropy criterion._name=ls_cross_entropy, when Hydra knows stock's alone."""
+    ours = criterions.cross_entropy.CrossEntropyCriterionConfig
+    stock = ours.__mro__[2]
+    parent = OmegaConf.create(
+        {"optimization": {"sentence_avg": True}, "criterion": stock(), "other": OmegaConf.structured(stock)}
+    )
+    parent.criterion._name = "ls_cross_entropy"
+    merged = dataclass_utils.merge_with_parent(ours, parent.criterion)
+    assert OmegaConf.get_type(merged) is ours
+    assert (merged._name, merged.sentence_avg, str(merged.fused_projection)) == ("ls_cross_entropy", True, "auto")
+    assert OmegaConf.get_type(dataclass_utils.merge_with_parent(stock, parent.other)) is stock
+
+
+def test_a_trainer_remembers_nothing_of_the_run_before(make_trainer):
+    checkpoint_utils.save_checkpoint.best = 1.5
+    should_stop_early.best, should_stop_early.num_runs = 1.5, 3
+    make_trainer("ours")
+    for function in (checkpoint_utils.save_checkpoint, should_stop_early):
+        assert not hasattr(function, "best") and not hasattr(function, "num_runs")
