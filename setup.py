@@ -7,9 +7,11 @@ installed for this Python, also under pip's build isolation, so `pip install .` 
 Environment:
   LS_BUILD=0|1      0: no compiled library, the reference ops run; 1: fail when it cannot be built.
                     Unset: build it where a C++ compiler is, otherwise go on without and say so.
-  LS_CUDA=0|1       without or with the CUDA kernels; unset: with them where nvcc is. A visible GPU decides nothing.
-  LS_CUDA_ARCH      architectures, for example "80;90" (default: all from sm_75 on that nvcc knows, one per family,
-                    and PTX of the newest).
+  LS_CUDA=0|1       without or with the CUDA kernels; unset: with them where nvcc is and torch was built with CUDA.
+  LS_CUDA_ARCH      architectures, for example "80;90", or "all": one per family from sm_75 on that nvcc knows, and PTX of
+                    the newest. Unset: those of the GPUs that nvidia-smi shows; all where there are none, and for a wheel
+                    (setup.py bdist_wheel, python -m build; pip install and pip wheel cannot be told apart, and build for
+                    this machine).
   CXX, CUDA_HOME    compiler (default c++ or g++) and toolkit.  MAX_JOBS: parallel compilations.
 """
 
@@ -86,19 +88,31 @@ def find_cxx() -> str | None:
     return None
 
 
-def find_nvcc() -> str | None:
-    """nvcc in CUDA_HOME or on the PATH; None when LS_CUDA=0 or there is none."""
+def torch_cuda(torch: Path) -> str | None:
+    """The CUDA release that this torch was built with, as torch.version.cuda has it; None for a CPU build."""
+    found = re.search(r"^cuda\b[^=]*= '([^']+)'", (torch / "version.py").read_text(), re.MULTILINE)
+    return found[1] if found else None
+
+
+def find_nvcc(torch: Path) -> tuple[str | None, str]:
+    """(nvcc in CUDA_HOME or on the PATH, or None for no CUDA kernels; why, for the line that the build prints)."""
     wish = os.environ.get("LS_CUDA", "")
     if wish not in ("", "0", "1"):
         sys.exit(f"setup.py: LS_CUDA must be 0, 1 or unset, got {wish!r}")
     if wish == "0":
-        return None
+        return None, "no CUDA kernels: LS_CUDA=0"
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     nvcc = shutil.which("nvcc", path=str(Path(home, "bin"))) if home else None
     nvcc = nvcc or shutil.which("nvcc")
-    if nvcc is None and wish == "1":
-        sys.exit("setup.py: LS_CUDA=1 but no nvcc was found; install the CUDA toolkit or set CUDA_HOME to it")
-    return nvcc
+    if wish == "1":
+        if nvcc is None:
+            sys.exit("setup.py: LS_CUDA=1 but no nvcc was found; install the CUDA toolkit or set CUDA_HOME to it")
+        return nvcc, "LS_CUDA=1"
+    if torch_cuda(torch) is None:
+        return None, "no CUDA kernels: this torch is a CPU build; LS_CUDA=1 builds them all the same"
+    if nvcc is None:
+        return None, "no CUDA kernels: no nvcc was found; install the CUDA toolkit or set CUDA_HOME to it"
+    return nvcc, f"torch has CUDA {torch_cuda(torch)}"
 
 
 def cuda_toolkit(nvcc: str) -> tuple[Path, Path]:
@@ -115,19 +129,41 @@ def cuda_toolkit(nvcc: str) -> tuple[Path, Path]:
     return Path(include.group(1)), library
 
 
+def gpu_archs() -> list[str]:
+    """Architectures of this machine's GPUs, as the driver names them; [] where there are none."""
+    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    found = {line.strip().replace(".", "") for line in answer.splitlines() if re.fullmatch(r"\d+\.\d", line.strip())}
+    return sorted(found, key=int)
+
+
+def is_for_other_machines() -> bool:
+    """Whether what is built is a wheel to hand on. pip makes a wheel for each install as well, and uv (its script is -c)."""
+    by = Path(sys.argv[0]).parts
+    return "bdist_wheel" in sys.argv and "pip" not in by and "-c" not in by
+
+
 def cuda_archs(nvcc: str) -> list[str]:
-    """Architectures to build, as numbers without the dot: LS_CUDA_ARCH, or one per family that nvcc knows.
+    """Architectures to build, as numbers without the dot: those of LS_CUDA_ARCH, of this machine's GPUs, or one per family.
 
     A binary for sm_80 runs on sm_86 and sm_89 as well, so the lowest of each family serves it whole.
     """
-    wish = os.environ.get("LS_CUDA_ARCH", "")
-    if wish:
-        archs = [arch.strip().replace(".", "").removeprefix("sm_") for arch in re.split(r"[;, ]+", wish.strip())]
+    wish = os.environ.get("LS_CUDA_ARCH", "").strip()
+    if wish not in ("", "all"):
+        archs = [arch.strip().replace(".", "").removeprefix("sm_") for arch in re.split(r"[;, ]+", wish)]
         if not all(re.fullmatch(r"\d{2,3}[af]?", arch) for arch in archs):
-            sys.exit(f'setup.py: LS_CUDA_ARCH must look like "80;90", got {wish!r}')
+            sys.exit(f'setup.py: LS_CUDA_ARCH must be all or look like "80;90", got {wish!r}')
         return archs
     known = subprocess.run([nvcc, "--list-gpu-arch"], check=True, capture_output=True, text=True).stdout
     numbers = sorted({int(number) for number in re.findall(r"compute_(\d+)\b", known)})
+    mine = [] if wish == "all" or is_for_other_machines() else gpu_archs()
+    mine = [arch for arch in mine if int(arch) >= OLDEST_ARCH]
+    if mine:
+        # A GPU newer than nvcc gets the PTX of the newest that nvcc knows, which its driver compiles.
+        return sorted({arch if int(arch) in numbers else str(numbers[-1]) for arch in mine}, key=int)
     families: dict[int, int] = {}
     for number in numbers:
         if number >= OLDEST_ARCH:
@@ -189,7 +225,9 @@ class BuildKernels(build_ext):
         command = [self.ninja(), "-C", str(build_dir)]
         if os.environ.get("MAX_JOBS"):
             command += ["-j", os.environ["MAX_JOBS"]]
-        if subprocess.run(command, check=False).returncode != 0:
+        # Files done, of how many, and seconds since the start: [12/88, 31.4 s] c++ kernels/cpu/adam.cpp avx2
+        environment = {"NINJA_STATUS": "[%f/%t, %e s] ", **os.environ}
+        if subprocess.run(command, check=False, env=environment).returncode != 0:
             sys.exit(
                 "setup.py: the compiled library did not build; the compiler's message stands above (pip: add -v to see it). LS_BUILD=0 installs without it"
             )
@@ -213,7 +251,7 @@ class BuildKernels(build_ext):
             return found
 
     def ninja_file(self, torch: Path) -> str:
-        cxx, nvcc = find_cxx(), find_nvcc()
+        cxx, (nvcc, why) = find_cxx(), find_nvcc(torch)
         include = ["-I", str(KERNELS), "-isystem", str(torch / "include")]
         cxx_flags = [*CXX_FLAGS, *include, f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}"]
         link_flags = ["-shared", "-Wl,--no-undefined", f"-L{torch / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10", "-ldl"]
@@ -264,6 +302,8 @@ class BuildKernels(build_ext):
             if rule == "cxx":
                 lines += [f"  flags = {shlex.join(flags)}", f"  isa = {isa}"]
         lines.append(f"build {LIBRARY}: link {' '.join(objects)}")
+        cuda = f"CUDA kernels for {', '.join('sm_' + arch for arch in archs)} ({why})" if nvcc else why
+        print(f"setup.py: {len(builds)} files to compile with {cxx}, those that have changed; {cuda}", flush=True)
         return "\n".join(lines) + "\n"
 
 

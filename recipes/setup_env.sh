@@ -6,7 +6,7 @@
 #   bash recipes/setup_env.sh            first run: minutes (fairseq is built from source); then about a second
 #   LS_PYTHON=python3.12 bash ...        another interpreter (3.10 to 3.12)
 #   LS_TORCH=cpu|cuda bash ...           which build of torch; default: cuda where an NVIDIA GPU is seen, else cpu
-#   LS_CUDA, LS_CUDA_ARCH, LS_BUILD      how setup.py builds the library, see README.md
+#   LS_CUDA, LS_CUDA_ARCH, LS_BUILD      how setup.py builds the library, see ls_plugin/README.md
 #
 # It redoes only what changed: a key over all inputs is kept in .venv for the packages and another for the library.
 # A run that was killed leaves a mark, and the next one then starts .venv afresh. Parallel runs wait for each other.
@@ -74,14 +74,22 @@ stop_heartbeat() {
   BEAT=
 }
 
-# step LABEL COMMAND...: runs it with its output in the log; while it runs, says so every half minute; when it fails,
-# shows the end of the log and fails.
+# last_line: how far the step is, by the last line of the log, cut to a terminal's width: [37/48, 52.1 s] c++ kernels/…
+last_line() {
+  local line
+  line=$(tail -n 1 "$LOG")
+  line=${line//"$ROOT/"/}
+  printf '%s' "${line:0:80}"
+}
+
+# step LABEL COMMAND...: runs it with its output in the log; while it runs, says every half minute how far it is; when it
+# fails, shows the end of the log and fails.
 step() {
   local label=$1 status=0
   shift
   say "$label"
   printf '\n==== %s\n' "$*" >>"$LOG"
-  ( while sleep "$HEARTBEAT_S" >/dev/null 2>&1; do say "  still at it"; done ) 9>&- &
+  ( while sleep "$HEARTBEAT_S" >/dev/null 2>&1; do say "  still at it: $(last_line)"; done ) 9>&- &
   BEAT=$!
   "$@" >>"$LOG" 2>&1 || status=$?
   stop_heartbeat
@@ -209,7 +217,8 @@ MARKER=$VENV/lib/python${VERSION%.*}/site-packages/ls_plugin
 sha() { sha256sum 2>/dev/null || shasum -a 256; }
 PACKAGES_KEY=$({ echo "$ROOT $VERSION $FLAVOUR ${COMPILER:+compiler}"
                  cat "$CONSTRAINTS" pyproject.toml recipes/setup_env.sh; } | sha)
-LIBRARY_KEY=$({ echo "${LS_CUDA:-} ${LS_CUDA_ARCH:-} ${LS_BUILD:-}"
+LIBRARY_KEY=$({ echo "$FLAVOUR ${LS_CUDA:-} ${LS_CUDA_ARCH:-} ${LS_BUILD:-}"
+                nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null || true   # it decides what nvcc builds for
                 if [ -n "$COMPILER" ]; then $COMPILER --version; fi
                 "${CUDA_HOME:+$CUDA_HOME/bin/}nvcc" --version 2>/dev/null || true
                 find kernels -type f | LC_ALL=C sort | tr '\n' '\0' | xargs -0 cat setup.py; } | sha)

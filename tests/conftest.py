@@ -11,10 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.limits import LIMIT_S
+
 # Without it torch refuses cuBLAS products under use_deterministic_algorithms.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 # The same products in every run, in the commands that tests start as well, and nothing kept in the user's home.
 os.environ.setdefault("LS_PRODUCTS", "ls")
+# A launch on the SIMT harness is stopped after a minute by default.
+os.environ.setdefault("LS_SIMT_TIMEOUT", str(LIMIT_S))
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

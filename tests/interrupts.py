@@ -3,8 +3,9 @@
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
+
+from tests.limits import LIMIT_S, wait_until
 
 
 def interrupt(command: list[str], record: Path, text: str, number: int, **environment: str) -> tuple[int, str]:
@@ -18,13 +19,10 @@ def interrupt(command: list[str], record: Path, text: str, number: int, **enviro
         # A shell starts background jobs with SIGINT ignored, and the tests may be one.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    deadline = time.monotonic() + 200
     try:
-        while not (record.exists() and text in record.read_text()):
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: record.exists() and text in record.read_text(), process)
         process.send_signal(number)
-        screen, _ = process.communicate(timeout=100)
+        screen, _ = process.communicate(timeout=LIMIT_S)
     finally:
         process.kill()
     return process.returncode, screen

@@ -1,5 +1,6 @@
 """The formatters' word on every source file, as the pre-commit hooks have it."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -31,6 +32,18 @@ def test_clang_format():
     )
     binary = Path(sys.executable).with_name("clang-format")
     check([str(binary), "--dry-run", "--Werror", *sources])
+
+
+def test_limits_of_time_are_those_of_tests_limits():
+    """A number of seconds in a test holds on the machine on which it was tried."""
+    number = re.compile(r"timeout=\d|\b(?:wait|join|communicate)\(\d|(?:monotonic|perf_counter|time)\(\) \+ \d")
+    found = [
+        f"{name}:{n}: {line.strip()}"
+        for name in tracked("tests/*.py")
+        for n, line in enumerate((ROOT / name).read_text().splitlines(), 1)
+        if number.search(line)
+    ]
+    assert not found, "give LIMIT_S of tests/limits.py instead:\n" + "\n".join(found)
 
 
 def test_shell_scripts_parse():

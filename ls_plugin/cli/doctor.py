@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 PYTHON_MIN, PYTHON_MAX = (3, 10), (3, 12)
-PROBE_TIMEOUT_S = 120
+PROBE_TIMEOUT_S = 600  # the imports take some five seconds; a minute from a cold network disk
 OK, WARN, BAD = "ok", "warn", "bad"  # BAD: training cannot run
 
 

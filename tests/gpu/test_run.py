@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.limits import LIMIT_S
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -28,7 +30,8 @@ def test_says_that_there_is_no_gpu(tmp_path):
 @pytest.mark.slow
 @pytest.mark.longest
 def test_rehearsal_passes(tmp_path):
-    done = run(tmp_path, LS_GPU_REHEARSAL="1")
+    limits = dict.fromkeys(("LS_GPU_TOTAL_S", "LS_GPU_TEST_S", "LS_GPU_BENCH_S"), str(LIMIT_S))
+    done = run(tmp_path, LS_GPU_REHEARSAL="1", **limits)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "failures 0, errors 0" in done.stdout
     expected = {f"tests_test_{stem}.{kind}" for stem in ("layer_norm", "adam") for kind in ("xml", "log")}

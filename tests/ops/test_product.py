@@ -2,8 +2,8 @@
 
 import itertools
 import json
-import time
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -200,13 +200,14 @@ def measured(monkeypatch, tmp_path):
     return routes.cache_file()
 
 
-def ways_that_take(**seconds):
-    """Ways of a given speed, and what was called."""
-    calls = []
+def ways_that_take(monkeypatch, **seconds):
+    """Ways of a given speed, by a clock that passes only in them, and what was called."""
+    calls, now = [], [0.0]
+    monkeypatch.setattr(routes, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
     def run(way, a, b, out):
         calls.append(way)
-        time.sleep(seconds[way])
+        now[0] += seconds[way]
 
     return tuple(seconds), run, calls
 
@@ -216,7 +217,9 @@ def ways_that_take(**seconds):
 def test_every_way_is_computed_alike_and_the_fastest_is_kept(fast, measured, monkeypatch):
     a, b, bias, total = torch.randn(40, 300), torch.randn(300, 50), torch.randn(50), torch.randn(40, 50)
     expected = reference.product(a, b, bias)
-    ways, run, calls = ways_that_take(**{way: 0.0 if way == fast else 0.005 for way in ("ls", "onednn", "torch")})
+    ways, run, calls = ways_that_take(
+        monkeypatch, **{way: 0.0 if way == fast else 0.005 for way in ("ls", "onednn", "torch")}
+    )
     assert routes.choose(a, b, ways, run) == fast
     n_calls = len(calls)
     assert set(calls) == set(ways)
@@ -244,10 +247,10 @@ def test_nothing_to_multiply(way, shape, measured, monkeypatch):
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"x": 1}', "null"])
-def test_a_broken_file_of_choices_is_replaced(content, measured):
+def test_a_broken_file_of_choices_is_replaced(content, measured, monkeypatch):
     measured.parent.mkdir()
     measured.write_text(content)
-    ways, run, _ = ways_that_take(ls=0.0, torch=0.005)
+    ways, run, _ = ways_that_take(monkeypatch, ls=0.0, torch=0.005)
     assert routes.choose(torch.randn(8, 8), torch.randn(8, 8), ways, run) == "ls"
     assert "ls" in str(json.loads(measured.read_text()))
 
@@ -255,13 +258,13 @@ def test_a_broken_file_of_choices_is_replaced(content, measured):
 def test_choices_without_a_place_to_keep_them(measured, monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    ways, run, calls = ways_that_take(ls=0.005, torch=0.0)
+    ways, run, calls = ways_that_take(monkeypatch, ls=0.005, torch=0.0)
     assert_remembers_torch(ways, run, calls)
 
 
-def test_a_file_that_cannot_be_replaced_leaves_nothing_beside_it(measured):
+def test_a_file_that_cannot_be_replaced_leaves_nothing_beside_it(measured, monkeypatch):
     measured.mkdir(parents=True)
-    ways, run, calls = ways_that_take(ls=0.005, torch=0.0)
+    ways, run, calls = ways_that_take(monkeypatch, ls=0.005, torch=0.0)
     assert_remembers_torch(ways, run, calls)
     assert [*measured.parent.iterdir()] == [measured]
 
@@ -273,7 +276,7 @@ def assert_remembers_torch(ways, run, calls):
 
 
 def test_a_way_that_is_asked_for_is_taken_without_measuring(measured, monkeypatch):
-    ways, run, calls = ways_that_take(ls=0.0, torch=0.0)
+    ways, run, calls = ways_that_take(monkeypatch, ls=0.0, torch=0.0)
     a = torch.randn(8, 8)
     for wanted, taken in (("torch", "torch"), ("ls", "ls"), ("onednn", "torch")):
         monkeypatch.setenv("LS_PRODUCTS", wanted)

@@ -18,6 +18,7 @@ from ls_plugin import ops
 from ls_plugin.distributed.data_parallel import ContiguousDataParallel
 from ls_plugin.errors import UnsupportedError
 from ls_plugin.optim import ContiguousAdam
+from tests.limits import LIMIT_S
 
 WORLD_SIZE = 2
 
@@ -326,8 +327,9 @@ def results(tmp_path_factory) -> list[tuple[list[str], dict[str, str]]]:
     """Of each rank: the checks that it came to, and the traceback of the one that failed."""
     folder = tmp_path_factory.mktemp("ranks")
     context = torch.multiprocessing.spawn(_run_checks, (str(folder),), nprocs=WORLD_SIZE, join=False)
-    while not context.join(timeout=120):
-        pass
+    assert any(context.join(timeout=LIMIT_S) for _ in range(WORLD_SIZE)), (
+        "the ranks have not ended"
+    )  # each waits for one
     return [torch.load(Path(folder) / f"{rank}.pt") for rank in range(WORLD_SIZE)]
 
 

@@ -10,6 +10,7 @@ import time
 import pytest
 
 from tests.interrupts import interrupt
+from tests.limits import LIMIT_S, wait_until
 from tests.recipes.conftest import QUICKSTART
 from tests.recipes.test_report import update, write_record
 
@@ -86,11 +87,11 @@ def test_the_order_alternates_by_round(run_module, tmp_path, monkeypatch):
 
 
 def test_the_budget_is_what_b_trains(run_module, tmp_path):
-    args = run_module.parse_args(["--out", str(tmp_path), "--device", "cpu", "--minutes", "7"])
+    args, began = run_module.parse_args(["--out", str(tmp_path), "--device", "cpu", "--minutes", "7"]), time.time()
     quickstart, deadlines = run_module.Quickstart(args, run_module.Display()), []
     quickstart.train = lambda *_, deadline: deadlines.append(deadline)
     quickstart.train_on()
-    assert deadlines == [pytest.approx(time.time() + 7 * 60, abs=5)]
+    assert began <= deadlines[0] - 7 * 60 <= time.time() and len(deadlines) == 1
 
 
 def quickstart(run_module, out, *flags):
@@ -182,22 +183,19 @@ def test_an_interrupt_saves_and_the_next_run_goes_on_as_if_it_had_not_been(run_m
             return record, subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
 
     whole, process = start("whole", 10)
-    assert process.wait(300) == 0
+    assert process.wait(LIMIT_S) == 0
 
     cut, process = start("cut", 10)
-    deadline = time.monotonic() + 200
-    while not (cut.exists() and '"update": 2,' in cut.read_text()):
-        assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "cut" / "log.txt").read_text()[
-            -2000:
-        ]
-        time.sleep(0.02)
+    wait_until(
+        lambda: cut.exists() and '"update": 2,' in cut.read_text(), process, (tmp_path / "cut" / "log.txt").read_text
+    )
     process.send_signal(signal.SIGTERM)
-    assert process.wait(100) == 0
+    assert process.wait(LIMIT_S) == 0
     stopped = run_module.report.read_run(cut)
     assert stopped.interrupted and 2 <= len(stopped.updates) < 10
     assert (tmp_path / "cut" / "checkpoints" / "checkpoint_last.pt").exists()
     _, process = start("cut", 10)
-    assert process.wait(300) == 0
+    assert process.wait(LIMIT_S) == 0
     assert run_module.report.read_run(cut).losses == run_module.report.read_run(whole).losses
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import LIMIT_S
 from tests.recipes.conftest import ROOT
 
 SITE_PACKAGES = Path(sysconfig.get_path("purelib"))
@@ -69,7 +70,7 @@ class Machine:
         clean = {"PATH": str(self.bin), "HOME": os.environ.get("HOME", "/"), "LS_TORCH": "cpu", **environment}
         done = subprocess.run(
             [str(self.bin / "bash"), str(self.root / "recipes" / "setup_env.sh")],
-            env=clean, cwd="/", capture_output=True, text=True, timeout=120, check=False,
+            env=clean, cwd="/", capture_output=True, text=True, timeout=LIMIT_S, check=False,
         )  # fmt: skip
         assert "Traceback" not in done.stdout + done.stderr
         return done.returncode, done.stderr
@@ -152,6 +153,18 @@ def test_a_failing_pip_shows_its_words_and_the_log(machine):
     assert not (machine.root / ".venv" / ".ls_unfinished").exists()  # pip failed by itself: nothing to repair
 
 
+def test_a_long_step_says_how_far_it_is(machine):
+    """By the last line of its log, as soon as half a minute is over; here a tenth of a second, which pip's start takes at the least."""
+    machine.put_python()
+    script = machine.root / "recipes" / "setup_env.sh"
+    text = script.read_text()
+    assert "HEARTBEAT_S=30\n" in text
+    script.write_text(text.replace("HEARTBEAT_S=30\n", "HEARTBEAT_S=0.1\n"))
+    _, said = machine.run(PIP_NO_INDEX="1", PIP_CONFIG_FILE="/dev/null")
+    beats = [line.partition("still at it: ")[2] for line in said.splitlines() if "still at it: " in line]
+    assert beats and "-m pip install" in beats[0] and max(map(len, beats)) <= 80
+
+
 def test_a_killed_run_is_repaired_from_scratch(machine):
     machine.put_python()
     venv = machine.root / ".venv"
@@ -176,7 +189,7 @@ def test_parallel_runs_wait(machine):
         )  # fmt: skip
         assert "another set-up is running" in process.stderr.readline()
         fcntl.flock(locked, fcntl.LOCK_UN)
-    assert "lacks its venv module" in process.communicate(timeout=60)[1]
+    assert "lacks its venv module" in process.communicate(timeout=LIMIT_S)[1]
 
 
 def test_a_build_that_is_required_needs_a_compiler(machine):
@@ -191,7 +204,7 @@ def test_user_dir_by_name_from_any_folder(command, tmp_path):
     """fairseq finds no such folder here, looks in site-packages, and gets on to the import: --help then knows our criterion."""
     done = subprocess.run(
         [str(Path(sys.executable).with_name(command)), "data", "--user-dir", "ls_plugin", "--arch", "ls_transformer", "--help"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
+        cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     assert "ls_label_smoothed_cross_entropy" in done.stdout  # among the choices of --criterion

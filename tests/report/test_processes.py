@@ -2,12 +2,12 @@
 
 import os
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from ls_plugin.report import processes
+from tests.limits import LIMIT_S, wait_until
 
 
 def runs(pid: int) -> bool:
@@ -22,17 +22,13 @@ def test_what_a_process_has_started_ends_with_it(tmp_path):
     told = tmp_path / "pid"
     script = f"""
 import subprocess, time
-child = subprocess.Popen(["sleep", "60"], start_new_session=True)
+child = subprocess.Popen(["sleep", "{LIMIT_S}"], start_new_session=True)
 open({str(told)!r}, "w").write(f"{{child.pid}}\\n")
-time.sleep(60)
+time.sleep({LIMIT_S})
 """
     with processes.process([sys.executable, "-c", script], tmp_path / "log", dict(os.environ)) as started:
-        while not (told.exists() and told.read_text().endswith("\n")):
-            assert started.poll() is None
-            time.sleep(0.01)
+        wait_until(lambda: told.exists() and told.read_text().endswith("\n"), started)
         child = int(told.read_text())
         assert runs(child) and processes.descendants(started.pid) == [child]
-    deadline = time.monotonic() + 10
-    while runs(child) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not runs(child) and started.returncode != 0
+    wait_until(lambda: not runs(child))
+    assert started.returncode != 0

@@ -3,13 +3,25 @@
 import importlib.util
 import subprocess
 import sys
-import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.autograd import Variable
 
 from ls_plugin.report import dispatched, records, timed_train
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The stop-watch's time, which passes only while something sleeps: ``clock(seconds)``."""
+    now = [100.0]
+    monkeypatch.setattr(timed_train, "time", SimpleNamespace(perf_counter=lambda: now[0], time=lambda: now[0]))
+
+    def sleep(seconds):
+        now[0] += seconds
+
+    return sleep
 
 
 @pytest.fixture
@@ -20,16 +32,26 @@ def stopwatch(tmp_path, monkeypatch):
     return made
 
 
-def test_what_a_backward_waits_for_is_sync(stopwatch):
+def test_what_a_backward_waits_for_is_sync(stopwatch, clock):
     """As PyTorch's wrapper has it: a callback, asked for when the last gradient is there, waits for the other processes."""
     x = torch.ones(3, requires_grad=True)
-    x.register_hook(lambda grad: Variable._execution_engine.queue_callback(lambda: time.sleep(0.1)))
-    timed_backward = stopwatch.timed("backward", stopwatch.waiting_apart(lambda loss: loss.backward()))
-    stopwatch.timed("forward", lambda: timed_backward((x * 2).sum()))()
-    stopwatch.timed("sync", lambda: time.sleep(0.02))()
+    x.register_hook(lambda grad: Variable._execution_engine.queue_callback(lambda: clock(0.1)))
+
+    def backward(loss):
+        clock(0.2)
+        loss.backward()
+
+    def forward():
+        clock(0.3)
+        timed_backward((x * 2).sum())
+
+    timed_backward = stopwatch.timed("backward", stopwatch.waiting_apart(backward))
+    stopwatch.timed("forward", forward)()
+    stopwatch.timed("sync", lambda: clock(0.02))()
     phases = stopwatch.phase_ms(step_s=1.0)
     assert list(phases) == list(records.PHASES) and sum(phases.values()) == pytest.approx(1000, abs=0.01)
-    assert 120 <= phases["sync"] < 600 and phases["backward"] >= 0 and 0 <= phases["forward"] < 100
+    expected = {"forward": 300, "backward": 200, "sync": 120, "clip": 0, "update": 0, "rest": 380}
+    assert phases == pytest.approx(expected, abs=0.01)
     assert torch.equal(x.grad, torch.full((3,), 2.0))
 
 

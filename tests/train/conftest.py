@@ -15,6 +15,8 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.trainer import Trainer
 from fairseq_cli import preprocess
 
+from tests.limits import LIMIT_S
+
 ROOT = Path(__file__).resolve().parents[2]
 GERMAN = [
     "der",
@@ -109,7 +111,7 @@ class Commands:
         )
 
     def finish(self, process: subprocess.Popen, status: int | None = 0) -> str:
-        output, _ = process.communicate(timeout=300)
+        output, _ = process.communicate(timeout=LIMIT_S)
         assert status is None or process.returncode == status, output[-4000:]
         return output
 

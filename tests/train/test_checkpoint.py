@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 
 from ls_plugin import checkpoint
 from ls_plugin.errors import CheckpointError, UsageError
+from tests.limits import LIMIT_S
 
 
 def make_state(value=1.0, n_elem=5000):
@@ -300,7 +301,7 @@ def save_slowly(path, moment):
     def act(write):
         def wait(*_):
             write("in mid-save")
-            time.sleep(30)
+            time.sleep(LIMIT_S)
 
         class SlowFile(io.FileIO):
             def write(self, data):

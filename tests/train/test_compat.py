@@ -21,6 +21,7 @@ from omegaconf import OmegaConf
 
 from ls_plugin import compat
 from ls_plugin.errors import UnsupportedError
+from tests.limits import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
 USER_DIR = ["--user-dir", ROOT / "ls_plugin"]
@@ -65,7 +66,7 @@ next(batches)
 def test_a_process_may_end_while_it_reads_ahead(room):
     """Without the plugin this aborts nearly every time: "terminate called without an active exception"."""
     process = subprocess.run(
-        [sys.executable, "-c", ENDS_WHILE_READING_AHEAD, str(room)], capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", ENDS_WHILE_READING_AHEAD, str(room)], capture_output=True, text=True, timeout=LIMIT_S
     )
     assert process.returncode == 0, process.stderr
 

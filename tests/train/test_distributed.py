@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import socket
-import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from omegaconf import OmegaConf
 
 from ls_plugin.distributed import launch
 from ls_plugin.errors import UsageError
+from tests.limits import LIMIT_S, wait_until
 
 TRAIN = "ls_plugin.cli.train"
 TORCHRUN = ("torch.distributed.run", "--nproc_per_node", 2, "-m", TRAIN)
@@ -61,12 +61,7 @@ def test_torchrun_in_bf16(commands, flags, losses):
 
 
 def _wait_for_training(process, log: Path) -> None:
-    for _ in range(1200):
-        if "| train_inner |" in log.read_text():
-            return
-        assert process.poll() is None, log.read_text()[-3000:]
-        time.sleep(0.2)
-    raise AssertionError(f"no training after four minutes: {log.read_text()[-3000:]}")
+    wait_until(lambda: "| train_inner |" in log.read_text(), process, log.read_text)
 
 
 def _children(process) -> list[int]:
@@ -96,7 +91,7 @@ def test_killed_rank_of_our_own_launch(start_logged, flags, tmp_path):
     process = start_logged(log, *arguments)
     _wait_for_training(process, log)
     os.kill(_children(process)[1], signal.SIGKILL)
-    assert process.wait(timeout=60) == 1
+    assert process.wait(timeout=LIMIT_S) == 1
     assert "lightseq-train: error: rank 1 (process " in log.read_text()
     assert "was ended by SIGKILL" in log.read_text()
     assert "Traceback" not in log.read_text()
@@ -114,7 +109,7 @@ def test_killed_rank_of_a_launch_by_hand(start_logged, flags, tmp_path):
     assert "| train_inner |" not in logs[1].read_text()
     ranks[1].kill()
     ranks[1].wait()
-    assert ranks[0].wait(timeout=60) == 1
+    assert ranks[0].wait(timeout=LIMIT_S) == 1
     assert "lightseq-train: error: rank 0 has lost the connection to another rank" in logs[0].read_text()
     assert "Traceback" not in logs[0].read_text()
 
