@@ -22,6 +22,17 @@ def step_ms(runs: list[Run]) -> list[float]:
     ]
 
 
+def same_updates(runs: dict[str, list[Run]]) -> tuple[dict[str, list[Run]], dict[str, int]]:
+    """The runs cut to the first updates that all of stock and ls have, and, of each baseline that has fewer, how many: it is left out.
+
+    Batches differ in size and losses fall, so medians and losses of other updates would compare nothing.
+    """
+    fewest = {name: min(len(run.updates) for run in of) for name, of in runs.items()}
+    n = min((fewest[name] for name in ("stock", "ls") if name in fewest), default=min(fewest.values(), default=0))
+    short = {name: count for name, count in fewest.items() if count < n}
+    return {name: [run.first(n) for run in of] for name, of in runs.items() if name not in short}, short
+
+
 @dataclasses.dataclass(frozen=True)
 class Figures:
     """Of one contender in one row: medians over the timed updates. Losses in bits per target token. run_spread: how much slower the slowest run was

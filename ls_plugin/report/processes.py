@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,13 +13,15 @@ from pathlib import Path
 
 
 class Display:
-    """A progress bar on a terminal, a plain line every ten seconds elsewhere (CI logs, pipes, TERM=dumb)."""
+    """A progress bar on a terminal, without rich one line that is written again; a plain line every half minute elsewhere (CI logs, pipes, TERM=dumb)."""
 
-    PLAIN_EVERY_S = 10.0
+    PLAIN_EVERY_S = 30.0
+    REWRITE_EVERY_S = 1.0
 
     def __init__(self) -> None:
         self.bar = None
-        if sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb":
+        self.rewrites = sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+        if self.rewrites:
             with contextlib.suppress(ImportError):
                 from rich import progress
 
@@ -41,15 +44,24 @@ class Display:
                 yield lambda fraction, note: self.bar.update(task, completed=min(fraction, 1.0), note=note)
             self.bar.remove_task(task)
             return
-        next_s = time.monotonic() + self.PLAIN_EVERY_S
+        every_s = self.REWRITE_EVERY_S if self.rewrites else self.PLAIN_EVERY_S
+        next_s = time.monotonic() + every_s
 
         def show(fraction: float, note: str) -> None:
             nonlocal next_s
             if time.monotonic() >= next_s:
-                next_s = time.monotonic() + self.PLAIN_EVERY_S
-                print(f"  {label}: {100 * min(fraction, 1.0):3.0f} %  {note}", flush=True)
+                next_s = time.monotonic() + every_s
+                line = f"  {label}: {100 * min(fraction, 1.0):3.0f} %  {note}"
+                if self.rewrites:
+                    print("\r\x1b[K" + line[: shutil.get_terminal_size().columns - 1], end="", flush=True)
+                else:
+                    print(line, flush=True)
 
-        yield show
+        try:
+            yield show
+        finally:
+            if self.rewrites:
+                print("\r\x1b[K", end="", flush=True)
 
 
 def flags(options: dict) -> list[str]:

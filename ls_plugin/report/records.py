@@ -1,10 +1,12 @@
 """What a training under the stop-watch (``timed_train.py``) has left in its record."""
 
+from __future__ import annotations
+
 import hashlib
 import json
 import statistics
 import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 STOPWATCH = Path(__file__).with_name("timed_train.py")  # run by its path, since stock must not import the plugin
@@ -62,6 +64,14 @@ class Run:
     def final_loss(self) -> float:
         """Mean loss over the last quarter of the updates, in bits per token."""
         return statistics.fmean(self.losses[-max(1, len(self.losses) // 4) :])
+
+    def first(self, n: int) -> Run:
+        """The same run as if it had ended after so many updates; its memory and its validations too."""
+        if n >= len(self.updates):
+            return self
+        updates = self.updates[:n]
+        valid = [(update, loss) for update, loss in self.valid if update <= updates[-1]["update"]]
+        return replace(self, updates=updates, valid=valid, finished=False)
 
     def loss_digest(self) -> str:
         """Eight digits that two runs share only if every loss has the same bits."""

@@ -36,6 +36,7 @@ from ls_plugin.errors import UsageError
 WARM_UP = 10  # first touch of memory, start of threads, compilation
 UPDATES = {"cpu": 50, "cuda": 200}
 ROUNDS = 2
+DEFAULT_CONTENDERS = ["stock", "ls", "stock+fused_adam", "stock+apex"]
 LEAST_UPDATES = 4  # timed: quartiles need two, and a GPU's phases are of every fourth
 LIMIT_S = 900.0
 SPLIT_EVERY = {"cpu": 1, "cuda": 4}  # on a GPU a phase is timed by waiting for it, which the others must not pay for
@@ -49,7 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--contenders",
         help="separated by commas: stock, ls, and stock+ with medium, fused_adam, compile, apex, several joined by + "
-        "(default: stock,stock+fused_adam,stock+compile,stock+apex,ls; without apex where it is not installed)",
+        "(default: stock,ls,stock+fused_adam,stock+apex; without apex where it is not installed; compile takes minutes, and runs "
+        "only where it is asked for)",
     )
     parser.add_argument(
         "--updates", type=int, metavar="N", help="timed updates of a run (default: 50 on a CPU, 200 on a GPU)"
@@ -89,20 +91,43 @@ class Clock:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}  # of a run, by contender
+        self.first: tuple[float, float] | None = (
+            None  # of the run in hand: seconds after its start, and what was done then
+        )
+
+    def begin(self) -> None:
+        """Another run begins."""
+        self.first = None
 
     def told(self, left: list[str], now: str = "", began: float = 0.0, fraction: float = 0.0) -> str:
         """The note beside the bar, when so much of a run of ``now`` that began then is done, and ``left`` wait."""
-        elapsed_s = time.monotonic() - began
         if not (left or now):
             return "all have run"
-        whole_s = self.seconds.get(now) or (elapsed_s / fraction if fraction > 0.02 else None)
-        known = [*self.seconds.values(), *([whole_s] if whole_s else [])]
-        if not known:
+        elapsed_s = time.monotonic() - began if now else 0.0
+        whole_s = self.whole(now, elapsed_s, fraction) if now else None
+        known = self.seconds if whole_s is None else {**self.seconds, now: whole_s}
+        if not known or (now and whole_s is None):
             return "time left: not known yet"
-        guess = statistics.fmean(known)
-        seconds = sum(self.seconds.get(name, guess) for name in left)
-        seconds += max(0.0, (whole_s or guess) - elapsed_s) if now else 0.0
-        return f"about {seconds / 60:.0f} min left" if seconds >= 90 else f"about {seconds:.0f} s left"
+        guess = statistics.fmean(known.values())
+        seconds = sum(known.get(name, guess) for name in left) + (max(0.0, whole_s - elapsed_s) if now else 0.0)
+        if seconds >= 600:
+            return f"about {seconds / 60:.0f} min left"
+        minutes, seconds = divmod(round(seconds), 60)
+        return f"about {minutes} min {seconds:02} s left" if minutes else f"about {seconds} s left"
+
+    def whole(self, now: str, elapsed_s: float, fraction: float) -> float | None:
+        """Seconds of the whole run in hand, None while nothing tells.
+
+        From its second look at the updates on by their rate, start-up and compilation aside; before that as an earlier run of the same contender,
+        or of others, took, while it is not over that.
+        """
+        if fraction > 0:
+            self.first = self.first or (elapsed_s, fraction)
+            first_s, first_fraction = self.first
+            if fraction > first_fraction:
+                return elapsed_s + (1.0 - fraction) * (elapsed_s - first_s) / (fraction - first_fraction)
+        expected = self.seconds.get(now) or (statistics.fmean(self.seconds.values()) if self.seconds else 0.0)
+        return expected if expected > elapsed_s else None
 
 
 class Session:
@@ -148,7 +173,7 @@ class Session:
         self.display = processes.Display()
 
     def choose(self) -> list:
-        """The contenders that can run here, stock first; those of the default that cannot are told in the report.
+        """The contenders that can run here, stock first and ls second; those of the default that cannot are told in the report.
 
         Raises:
             UsageError: one that was asked for cannot.
@@ -156,7 +181,7 @@ class Session:
         from ls_plugin.report import commands
 
         asked = [name for name in (self.args.contenders or "").split(",") if name]
-        names = asked or ["stock", "stock+fused_adam", "stock+compile", "stock+apex", "ls"]
+        names = asked or DEFAULT_CONTENDERS
         chosen = []
         for contender in map(commands.parse, dict.fromkeys(names)):
             reason = commands.why_not(contender, self.on_cuda)
@@ -168,7 +193,7 @@ class Session:
                 chosen.append(contender)
         if not {"stock", "ls"} <= {contender.name for contender in chosen}:
             raise UsageError(f"--contenders: stock and ls must be among them, got {','.join(names)}")
-        return sorted(chosen, key=lambda contender: contender.name != "stock")
+        return sorted(chosen, key=lambda contender: (contender.name != "stock", contender.name != "ls"))
 
     # ---- what the figures depend on
 
@@ -234,6 +259,7 @@ class Session:
             contender, index = waiting.pop(0)
             label, began = f"{contender.name} {index}/{self.args.rounds}", time.monotonic()
             left = [of.name for of, _ in waiting]
+            clock.begin()
             with self.display.task(label) as show:
                 told = functools.partial(clock.told, left, contender.name, began)
                 outcome = self.train(contender, index, _with_time_left(show, told))
@@ -269,8 +295,9 @@ class Session:
                 try:
                     while training.poll() is None and not late:
                         time.sleep(POLL_S)
-                        show(*_progress(follower.read(), self.total))
-                        late = time.monotonic() - began > limit_s
+                        elapsed_s = time.monotonic() - began
+                        show(*_progress(follower.read(), self.total, elapsed_s))
+                        late = elapsed_s > limit_s
                 except KeyboardInterrupt:
                     self.display.say("stopping after this update (Ctrl-C again: at once)")
                     self.stop(training)
@@ -435,9 +462,9 @@ def _with_time_left(show, told):
     return lambda fraction, text: show(fraction, f"{text}  {told(fraction)}")
 
 
-def _progress(updates: list[dict], total: int) -> tuple[float, str]:
+def _progress(updates: list[dict], total: int, elapsed_s: float) -> tuple[float, str]:
     if not updates:
-        return 0.0, "starting"
+        return 0.0, f"starting for {elapsed_s:.0f} s"
     recent = updates[-20:]
     loss = statistics.fmean(update["loss"] for update in recent)
     ms = statistics.median(update["step_ms"] for update in recent)
@@ -460,8 +487,8 @@ def _outcomes(out: Path) -> list[tuple[dict, Path]]:
 
 
 def _place(name: str) -> tuple[bool, bool, str]:
-    """Sorts stock first and ls last."""
-    return name != "stock", name == "ls", name
+    """Sorts stock first and ls second."""
+    return name != "stock", name != "ls", name
 
 
 def _changes(before: dict, after: dict, path: str = "") -> list[str]:

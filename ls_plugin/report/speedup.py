@@ -20,7 +20,8 @@ BUSY = 0.15  # between the runs of a contender, in their median step: more, and 
 class Comparison:
     """Contenders that trained the same command in turn.
 
-    runs: by contender, those that have enough timed updates; why_not: of each contender without, the reason.
+    runs: by contender, those that have enough timed updates; where some have more, as after an interrupt, all are cut to the same updates.
+    why_not: of each contender without, the reason.
     tolerance: relative, between the losses of two contenders that train alike.
     """
 
@@ -29,6 +30,20 @@ class Comparison:
     tolerance: float = LOSS_TOLERANCE
 
     def __post_init__(self) -> None:
+        whole = self.runs
+        self.runs, short = figures.same_updates(whole)
+        for name, n in short.items():
+            text = f"it came to {n} updates, stock and ls to more"
+            if "stock" in whole:
+                text += (
+                    f"; {ratio_text(figures.speedup(whole['stock'], whole[name], self.tolerance))} over stock on these"
+                )
+            self.why_not = {**self.why_not, name: text}
+        n_updates = {len(run.updates) for of in self.runs.values() for run in of}
+        # What was compared, where runs were cut for it; else 0.
+        self.cut_to = (
+            max(n_updates) if any(len(run.updates) > max(n_updates) for of in whole.values() for run in of) else 0
+        )
         self.medians = {name: figures.medians(of) for name, of in self.runs.items()}
         stock = self.runs.get("stock")
         self.gains = {
@@ -59,6 +74,7 @@ class Comparison:
             "over_stock": {name: dataclasses.asdict(gain) for name, gain in self.gains.items()},
             "best_stock": self.best,
             "not_measured": self.why_not,
+            "cut_to_updates": self.cut_to or None,
             "verdict": [f"{name}: {text}" for name, text in lead(self).lines],
         }
 
@@ -89,6 +105,9 @@ def lead(comparison: Comparison) -> Lead:
         ]
         return Lead([("No comparison", "; ".join(absent))], good=False)
     lines = [("Gained", _gained(comparison)), ("Cost", _cost(comparison)), ("Quality", _quality(comparison))]
+    if comparison.cut_to:
+        text = f"some runs are longer; figures and losses are of the first {comparison.cut_to} updates, warm-up included, which all of them have"
+        lines.append(("Compared", text))
     if comparison.busiest[1] > BUSY:
         name, spread = comparison.busiest
         text = f"the runs of {name} differ by {percent(spread)} in speed: something else used the machine; measure again when it is idle"

@@ -6,7 +6,7 @@ import pytest
 
 from ls_plugin.report import figures
 from ls_plugin.report.records import read_run
-from ls_plugin.report.speedup import Comparison, lead
+from ls_plugin.report.speedup import Comparison, lead, screen
 
 PHASES = {"forward": 40.0, "backward": 80.0, "sync": 0.0, "clip": 10.0, "update": 20.0, "rest": 2.0}
 
@@ -112,8 +112,34 @@ def test_losses_are_told_of_the_updates_that_both_have(out):
     ls = read_run(out / "runs" / "ls-1" / "record.jsonl")
     del ls.updates[20:]
     comparison = Comparison({"stock": [stock], "ls": [ls]})
-    told = dict(lead(comparison).lines)["Quality"]
-    assert "12.200 with stock, 12.200 with ls; they differ by +0.00%" in told
+    told = dict(lead(comparison).lines)
+    assert "12.200 with stock, 12.200 with ls; they differ by +0.00%" in told["Quality"]
+    assert "of the first 20 updates" in told["Compared"] and comparison.to_json()["cut_to_updates"] == 20
+
+
+def test_a_partial_report_compares_the_same_updates(out):
+    """Not the medians of some batches with those of others, nor early losses with late ones; a baseline that has fewer stands beside none."""
+    stock = read_run(out / "runs" / "stock-1" / "record.jsonl")
+    ls, short = (read_run(out / "runs" / "ls-1" / "record.jsonl") for _ in range(2))
+    for late in stock.updates[24:]:
+        late["step_ms"], late["peak_rss_mib"] = 9999.0, 9999.0
+    stock.valid = [(12, 5.0), (36, 1.0)]
+    del ls.updates[24:], short.updates[16:]
+    comparison = Comparison({"stock": [stock, stock], "stock+compile": [short], "ls": [ls]})
+    assert list(comparison.medians) == ["stock", "ls"]
+    of_stock, of_ls = comparison.medians["stock"], comparison.medians["ls"]
+    assert of_stock.updates == of_ls.updates and of_stock.step_ms == 152.0 and of_stock.peak_rss_mib < 9999
+    assert of_stock.final_loss == of_ls.final_loss and of_stock.valid_loss == 5.0
+    why = comparison.why_not["stock+compile"]
+    assert (
+        why.startswith("it came to 16 updates, stock and ls to more; ")
+        and "x (" in why
+        and "over stock on these" in why
+    )
+    assert any("stock+compile was not measured: it came to 16" in line for line in screen(comparison))
+    # Complete runs are left as they are, and nothing is said of it.
+    whole = Comparison({"stock": [stock], "ls": [stock]})
+    assert whole.cut_to == 0 and "Compared" not in dict(lead(whole).lines)
 
 
 def test_a_slower_ls_is_no_good_news(out):
