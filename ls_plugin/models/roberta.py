@@ -3,12 +3,13 @@
 from fairseq.models.roberta import model as stock
 from fairseq.models.transformer import TransformerConfig
 from fairseq.modules.transformer_sentence_encoder import init_bert_params
-from torch import Tensor
+from torch import Tensor, nn
 
 from ls_plugin import ops
 from ls_plugin.models.transformer_encoder import LightSeqTransformerEncoder
 from ls_plugin.models.twins import Twin, fused_embedding, names_mean, register_twins
 from ls_plugin.modules import use_fused_modules
+from ls_plugin.modules.swap import WEIGHT_AND_BIAS, are_as_built, are_classes_as_built
 from ls_plugin.ops import product
 
 
@@ -18,10 +19,13 @@ class RobertaLMHead(stock.RobertaLMHead):
     def __init__(self, embed_dim: int, output_dim: int, activation_fn: str, weight=None):
         super().__init__(embed_dim, output_dim, activation_fn, weight)
         use_fused_modules(self, "RobertaLMHead")
-        self.activation_name = activation_fn
+        self.activation_name, self._stock_activation_fn = activation_fn, self.activation_fn
 
     def forward(self, features: Tensor, masked_tokens: Tensor | None = None, **unused) -> Tensor:
         """features (B, T, C), masked_tokens bool (B, T) -> logits (B, T, V), or of the n masked tokens alone (n, V)."""
+        is_fusable = self.activation_fn is self._stock_activation_fn and are_classes_as_built()
+        if not (is_fusable and are_as_built((self.dense,), {nn.Linear: WEIGHT_AND_BIAS})):
+            return super().forward(features, masked_tokens, **unused)
         if masked_tokens is not None:
             features = features[masked_tokens]
         x = product.linear(features, self.dense.weight)

@@ -10,7 +10,7 @@ from ls_plugin.modules import TransformerDecoderLayer, use_fused_modules
 from ls_plugin.modules.embedding import can_be_one_op, position_table
 from ls_plugin.modules.layer_node import Projection
 from ls_plugin.modules.stack import declare_joint_keys, run_stack
-from ls_plugin.modules.swap import has_hooks
+from ls_plugin.modules.swap import WEIGHT, are_as_built, are_classes_as_built
 from ls_plugin.modules.transformer_layer import Context, can_be_nodes, knows_causal
 from ls_plugin.ops import product
 
@@ -78,10 +78,12 @@ class LightSeqTransformerDecoder(TransformerDecoderBase):
             causal=incremental_state is None and not full_context_alignment,
             incremental_state=incremental_state,
         )
+        if context.causal and not self._has_stock_mask():
+            context.causal, context.score_bias = False, self.buffered_future_mask(x.transpose(0, 1)).to(x)
 
         def call(layer, x, index):
             needs_weights = wants_weights and index == alignment_layer
-            causal = {}
+            causal = {} if context.score_bias is None else {"self_attn_mask": context.score_bias}
             if context.causal:
                 causal = {"causal": True} if knows_causal(layer) else {"self_attn_mask": self.buffered_future_mask(x)}
             x, weights, _ = layer(
@@ -108,6 +110,9 @@ class LightSeqTransformerDecoder(TransformerDecoderBase):
         states = [embedding.transpose(0, 1), *(output for output, _ in outputs)]
         return x, {"attn": [weights], "inner_states": states}
 
+    def _has_stock_mask(self) -> bool:
+        return getattr(self.buffered_future_mask, "__func__", None) is TransformerDecoderBase.buffered_future_mask
+
     def _embed(self, tokens: Tensor, incremental_state: dict | None) -> Tensor:
         """(B, T) -> (B, T, C); (B, 1, C) while decoding."""
         embed, positions = self.embed_tokens, self.embed_positions
@@ -128,7 +133,7 @@ class LightSeqTransformerDecoder(TransformerDecoderBase):
 
 
 def _project(x: Tensor, projection: nn.Module) -> Tensor:
-    if type(projection) is not nn.Linear or has_hooks(projection):
+    if not (are_classes_as_built() and are_as_built((projection,), {nn.Linear: WEIGHT})):
         return projection(x)
     weight = projection.weight
     owned = projection.bias is None and packing.owner_of(weight) is not None and weight.dtype == x.dtype

@@ -69,7 +69,8 @@ class LightSeqTransformerEncoder(TransformerEncoderBase):
         """(B, T) -> (B, T, C)"""
         embed, positions = self.embed_tokens, self.embed_positions
         norm, dropout = self.layernorm_embedding, self.dropout_module
-        if token_embeddings is None and can_be_one_op(embed, positions, norm, dropout):
+        is_stock = getattr(self.forward_embedding, "__func__", None) is TransformerEncoderBase.forward_embedding
+        if token_embeddings is None and is_stock and can_be_one_op(embed, positions, norm, dropout):
             table = position_table(positions, tokens.shape[1], embed.weight)
             return embed.with_positions(tokens, table, self.embed_scale, norm, dropout)
         return self.forward_embedding(tokens, token_embeddings)[0]

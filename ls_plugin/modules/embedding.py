@@ -8,7 +8,7 @@ from ls_plugin import ops
 from ls_plugin.errors import TokenIdError
 from ls_plugin.modules.dropout import Dropout
 from ls_plugin.modules.layer_norm import LayerNorm
-from ls_plugin.modules.swap import has_hooks
+from ls_plugin.modules.swap import NO_PARAMETER, WEIGHT, WEIGHT_AND_BIAS, are_as_built, are_classes_as_built
 
 
 class TokenEmbedding(nn.Embedding):
@@ -73,16 +73,24 @@ def is_plain_embedding(module: nn.Module) -> bool:
     return type(module) is nn.Embedding and isinstance(module.weight, torch.nn.Parameter)
 
 
+_EMBEDDINGS = {
+    TokenEmbedding: WEIGHT,
+    LearnedPositionalEmbedding: WEIGHT,
+    SinusoidalPositionalEmbedding: NO_PARAMETER,
+}
+
+
 def can_be_one_op(
     embedding: nn.Module, positions: nn.Module | None, norm: nn.Module | None, dropout: nn.Module
 ) -> bool:
-    """Whether :meth:`TokenEmbedding.with_positions` stands for all four modules: of known types, without hooks."""
+    """Whether :meth:`TokenEmbedding.with_positions` does all that calling the four modules would do. Asked in every forward."""
     return (
         type(embedding) is TokenEmbedding
-        and type(positions) in (type(None), LearnedPositionalEmbedding, SinusoidalPositionalEmbedding)
-        and type(norm) in (type(None), LayerNorm)
-        and type(dropout) is Dropout
-        and not has_hooks(embedding, positions, norm, dropout)
+        and not (embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse)
+        and are_classes_as_built()
+        and are_as_built((embedding, positions), _EMBEDDINGS)
+        and are_as_built((norm,), {LayerNorm: WEIGHT_AND_BIAS})
+        and are_as_built((dropout,), {Dropout: NO_PARAMETER})
     )
 
 

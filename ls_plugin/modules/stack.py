@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from ls_plugin import packing
 from ls_plugin.modules.layer_node import JointKeysAndValues
 from ls_plugin.modules.layer_norm import LayerNorm
-from ls_plugin.modules.swap import has_hooks
+from ls_plugin.modules.swap import WEIGHT_AND_BIAS, are_as_built, are_classes_as_built
 from ls_plugin.modules.transformer_layer import (
     Context,
     can_be_nodes,
@@ -72,7 +72,7 @@ def run_stack(
 
 
 def is_plain_norm(norm: nn.Module | None) -> bool:
-    return type(norm) is LayerNorm and not has_hooks(norm)
+    return norm is not None and are_classes_as_built() and are_as_built((norm,), {LayerNorm: WEIGHT_AND_BIAS})
 
 
 def declare_joint_keys(layers: Sequence[nn.Module]) -> None:

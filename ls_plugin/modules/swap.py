@@ -1,7 +1,15 @@
-"""Puts the fused modules in the place of the stock ones that a fairseq constructor made."""
+"""Replaces the stock modules that a fairseq constructor made by fused ones, and tells whether a module is still what was built."""
 
-from fairseq.modules import FairseqDropout
-from torch import nn
+from collections.abc import Iterable, Mapping
+
+from fairseq.modules import (
+    FairseqDropout,
+    LearnedPositionalEmbedding,
+    MultiheadAttention,
+    SinusoidalPositionalEmbedding,
+)
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.nn.modules import module as torch_module
 
 from ls_plugin.modules.dropout import Dropout
@@ -29,9 +37,52 @@ def _is_layer_norm(module: nn.Module) -> bool:
     return type(module) is nn.LayerNorm or type(module).__name__ == "FusedLayerNorm"
 
 
-def has_hooks(*modules: nn.Module | None) -> bool:
-    """Whether calling one of the modules does more than its ``forward``: a hook on it, or on all modules."""
-    return torch_module._has_any_global_hook() or any(
-        m is not None and (m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks)
-        for m in modules
-    )
+# Types of parameters that the kernels read. Others (quantised, sharded) have a ``__torch_function__`` that a module's call would respect.
+_PARAMETER_TYPES = frozenset((nn.Parameter, Tensor, FakeTensor))
+# Classes that a fused op stands for, and their forward as imported: somebody may patch a class, too.
+_CLASSES = (nn.Linear, nn.LayerNorm, nn.Embedding, FairseqDropout, MultiheadAttention)
+_CLASSES += (LearnedPositionalEmbedding, SinusoidalPositionalEmbedding, LayerNorm, Dropout)
+_FORWARDS = [cls.forward for cls in _CLASSES]
+
+# The parameters that a fused op reads from a module.
+NO_PARAMETER, WEIGHT, WEIGHT_AND_BIAS = range(3)
+
+
+def are_as_built(modules: Iterable[nn.Module | None], kinds: Mapping[type, int]) -> bool:
+    """Whether a fused op does all that calling these modules would do.
+
+    A module is not as built if it has another type (``register_parametrization`` changes it), a hook (the older ``weight_norm``,
+    ``spectral_norm`` and pruning add one), a ``forward`` of its own, or lacks a parameter. All of these may change between two calls, so this
+    is asked in every forward, with :func:`are_classes_as_built`: 11 us for a decoder layer.
+
+    Args:
+        modules: None stands for a module that the model does not have.
+        kinds: the types that the op stands for, and which parameters it reads from each.
+    """
+    for module in modules:
+        if module is None:
+            continue
+        kind = kinds.get(type(module))
+        if kind is None:
+            return False
+        own = module.__dict__
+        if (
+            "forward" in own
+            or own["_forward_hooks"]
+            or own["_forward_pre_hooks"]
+            or own["_backward_hooks"]
+            or own["_backward_pre_hooks"]
+        ):
+            return False
+        if kind:
+            parameters = own["_parameters"]
+            if type(parameters.get("weight")) not in _PARAMETER_TYPES:
+                return False
+            if kind == WEIGHT_AND_BIAS and type(parameters.get("bias")) not in _PARAMETER_TYPES:
+                return False
+    return True
+
+
+def are_classes_as_built() -> bool:
+    """Whether no hook is on all modules, and no ``forward`` of a class that fused ops stand for was replaced."""
+    return not torch_module._has_any_global_hook() and [cls.forward for cls in _CLASSES] == _FORWARDS

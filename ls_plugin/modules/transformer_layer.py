@@ -6,7 +6,7 @@ chain of sublayers with one fused step between any two matrix products (``layer_
 - in training as one node of autograd (``layer_node.py``);
 - composed of differentiable ops: in evaluation and decoding, under autocast and torch.compile, in fp64 or without the compiled library, and
   for options that the node leaves out;
-- as fairseq wrote it, where a submodule was replaced or has a hook, which the fused ops would pass by.
+- as fairseq wrote it, where a submodule or its ``forward`` was replaced, or has a hook: the fused ops would not call it.
 
 Dimensions: T target or source length, S source length, B batch, C model width, H heads, D = C / H. Inside of a stack activations are
 (B, T, C); the layers' own ``forward`` keeps fairseq's (T, B, C).
@@ -25,17 +25,26 @@ from ls_plugin.modules.dropout import Dropout
 from ls_plugin.modules.joint import joint
 from ls_plugin.modules.layer_node import EncoderAttention, FeedForward, Run, SelfAttention, apply_layer_node
 from ls_plugin.modules.layer_norm import LayerNorm
-from ls_plugin.modules.swap import has_hooks, use_fused_modules
+from ls_plugin.modules.swap import NO_PARAMETER, WEIGHT_AND_BIAS, are_as_built, are_classes_as_built, use_fused_modules
 from ls_plugin.ops import product
 from ls_plugin.ops.checks import product_dtype
+
+# The submodules that the fused ops stand for, and the parameters that they read.
+_PARTS = {
+    nn.Linear: WEIGHT_AND_BIAS,
+    LayerNorm: WEIGHT_AND_BIAS,
+    Dropout: NO_PARAMETER,
+    MultiheadAttention: NO_PARAMETER,
+}
+_PARTS_OF_ATTENTION = {nn.Linear: WEIGHT_AND_BIAS, FairseqDropout: NO_PARAMETER}
 
 
 @dataclasses.dataclass(slots=True)
 class Context:
     """What a layer attends to and how, the same for all layers of a stack.
 
-    Padding masks (B, T) and (B, S), of any dtype and strides, are true at padding. ``score_bias`` is added to the scores of self-attention; it is
-    None in a stack, which says ``causal`` instead.
+    Padding masks (B, T) and (B, S), of any dtype and strides, are true at padding. ``score_bias`` is added to the scores of self-attention; a
+    stack says ``causal`` instead, unless the decoder has a mask of its own.
     """
 
     padding_mask: Tensor | None = None
@@ -61,37 +70,36 @@ class _FusedLayer:
             if attention.self_attention:
                 packing.declare([p.weight for p in _projections(attention)])
                 packing.declare([p.bias for p in _projections(attention)])
-        # What `is_fusable` found to be all right, and what was prepared from it.
+        # The submodules from which the blueprints were made.
         self._known_parts: list = []
-        self._blueprints: dict[bool, _Blueprint] = {}
+        self._blueprints: dict[tuple, _Blueprint] = {}
 
     def is_fusable(self) -> bool:
-        """Whether the fused ops do all that calling the submodules would do: they are of fairseq's and our types, without hooks."""
+        """Whether the fused ops do all that calling the submodules would do. Asked in every forward."""
         modules = self._modules
-        parts = [*modules.values(), *modules["self_attn"]._modules.values()]
-        if modules.get("encoder_attn") is not None:
-            parts += modules["encoder_attn"]._modules.values()
+        parts, of_attention = list(modules.values()), []
+        for name in ("self_attn", "encoder_attn"):
+            attention = modules.get(name)
+            if attention is not None:
+                if type(attention) is not MultiheadAttention or not _is_plain_attention(attention):
+                    return False
+                of_attention += attention._modules.values()
+        if not (
+            are_classes_as_built()
+            and are_as_built(parts, _PARTS)
+            and are_as_built(of_attention, _PARTS_OF_ATTENTION)
+            and self.activation_fn is self._stock_activation_fn
+            and "residual_connection" not in self.__dict__
+        ):
+            return False
+        parts += of_attention
         if parts != self._known_parts:
-            if not self._has_known_parts():
-                return False
             self._known_parts, self._blueprints = parts, {}
-        return self.activation_fn is self._stock_activation_fn and not has_hooks(*parts)
-
-    def _has_known_parts(self) -> bool:
-        modules = [m for m in self._modules.values() if m is not None]
-        attentions = [m for m in modules if type(m) is MultiheadAttention]
-        return (
-            all(type(m) in (nn.Linear, LayerNorm, Dropout, MultiheadAttention) for m in modules)
-            and all(type(m) in (nn.Linear, FairseqDropout) for a in attentions for m in a._modules.values())
-            and not any(a.bias_k is not None or a.add_zero_attn or a.use_xformers for a in attentions)
-            and all(m.bias is not None for m in self.modules() if type(m) is nn.Linear)
-        )
+        return True
 
     def is_plain(self) -> bool:
         """Whether a stack may call :meth:`run` in place of the layer itself, which nothing wraps or watches."""
-        return (
-            type(self) in _PLAIN_TYPES and "forward" not in self.__dict__ and not has_hooks(self) and self.is_fusable()
-        )
+        return are_as_built((self,), _LAYERS) and self.is_fusable()
 
     def run(
         self,
@@ -156,19 +164,24 @@ class _FusedLayer:
         )
 
     def _run_as_node(self, x, y, context, kv, norms, has_encoder, needs_weights):
-        blueprint = self._blueprints.get(has_encoder)
-        if blueprint is None:
-            blueprint = self._blueprints[has_encoder] = _Blueprint(self, norms[:-1])
         modules, last_norm = self._modules, norms[-1]
+        attention, encoder_attention = modules["self_attn"], modules["encoder_attn"] if has_encoder else None
+        # Numbers of heads and scales may be set anew, by pruning for one.
+        key = attention.num_heads, attention.scaling
+        if has_encoder:
+            key += encoder_attention.num_heads, encoder_attention.scaling
+        blueprint = self._blueprints.get(key)
+        if blueprint is None:
+            blueprint = self._blueprints[key] = _Blueprint(self, norms[:-1])
         run = Run(
             sublayers=blueprint.sublayers,
             pre_norm=self.normalize_before,
-            eps=(*blueprint.eps, None if last_norm is None else last_norm.eps),
+            eps=tuple([None if norm is None else norm.eps for norm in norms]),
             padding_mask=context.padding_mask,
             encoder_padding_mask=context.encoder_padding_mask,
             causal=context.causal,
             p=_probability(modules["dropout_module"]),
-            p_attention=_probability(modules["self_attn"]._modules["dropout_module"]),
+            p_attention=_probability(attention._modules["dropout_module"]),
             p_activation=_probability(modules["activation_dropout_module"]),
             needs_weights=needs_weights and has_encoder,
         )
@@ -241,7 +254,7 @@ class _Blueprint:
             places += _output_and_norm(encoder_attention.out_proj, norms[1])
         sublayers.append(FeedForward(layer._activation_name))
         places += [(layer.fc1, "weight"), (layer.fc1, "bias"), (layer.fc2, "weight"), (layer.fc2, "bias")]
-        self.sublayers, self.eps = tuple(sublayers), tuple(norm.eps for norm in norms)
+        self.sublayers = tuple(sublayers)
         self.parameters = [(module._parameters, name) for module, name in places]
 
 
@@ -477,6 +490,13 @@ def _with_encoder(y: Tensor, context: Context) -> tuple[Tensor, Tensor | None, T
     return torch.cat((encoder_out, y), dim=1), padding_mask, score_bias
 
 
+def _is_plain_attention(attention: MultiheadAttention) -> bool:
+    own = attention.__dict__
+    return not (
+        attention.bias_k is not None or own["add_zero_attn"] or own["use_xformers"] or "apply_sparse_mask" in own
+    )
+
+
 def _projections(attention) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
     return attention.q_proj, attention.k_proj, attention.v_proj
 
@@ -517,4 +537,4 @@ def _restore_attention_state(attention, incremental_state, state: list[Tensor] |
     attention._set_input_buffer(incremental_state, dict(zip(names, state, strict=False)))
 
 
-_PLAIN_TYPES = (TransformerEncoderLayer, TransformerDecoderLayer)
+_LAYERS = {TransformerEncoderLayer: NO_PARAMETER, TransformerDecoderLayer: NO_PARAMETER}
