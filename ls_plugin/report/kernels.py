@@ -31,6 +31,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ls_plugin.errors import UsageError
+from ls_plugin.report import tables
 
 STEMS = sorted(path.stem for path in Path(__file__).with_name("op_cases").glob("*.py") if path.stem != "__init__")
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -74,27 +75,32 @@ def shown_contenders() -> list[str]:
 def header() -> str:
     letters = "".join(f"{LETTERS[name]:>8}" for name in shown_contenders())
     width = len(letters)
-    return (
-        f"{'':<37}{'ms forward':^{width}}{'ms backward':^{width}}{'ls over eager':^20}{'ls over best':^20}{'GB/s, of copy':^26}\n"
-        f"{'':<37}{letters}{letters}"
-        f"{'fwd   bwd   all':>19} {'fwd   bwd   all':>19} {'forward':>13}{'backward':>13}{'spread':>11}"
-    )
+    groups = [("", 37), ("ms forward", width), ("ms backward", width), ("ls over eager", 20), ("ls over best", 20)]
+    cells = [*(f"{name:^{size}}" for name, size in groups), f"{'GB/s, of copy':^26}", " " * 11]
+    named = [
+        " " * 37,
+        letters,
+        letters,
+        *[f"{'fwd   bwd   all':>19} "] * 2,
+        f"{'forward':>13}{'backward':>13}",
+        f"{'spread':>11}",
+    ]
+    return "\n".join(tables.fit([cells, named], gap=""))
 
 
 def row(result) -> str:
-    """One line of the table, of an op_timing.Result."""
+    """One row of the table, of an op_timing.Result; in several lines where the terminal is narrow."""
     times = result.times
     cells = [f"{'  ' + result.shape:<37}"]
     for part in ("forward", "backward"):
-        for name in shown_contenders():
-            cells.append(f"{_ms(getattr(times[name], f'{part}_ms')):>8}")
+        cells.append("".join(f"{_ms(getattr(times[name], f'{part}_ms')):>8}" for name in shown_contenders()))
     for over in ("eager", "best"):
         cells.append(" " + "".join(f"{_gain(result.speedup(over, part)):>6}" for part in PARTS) + " ")
-    for rate, share in zip(result.gb_per_s, result.share, strict=True):
-        cells.append(f"{'-' if rate is None else f'{rate:.1f} {share:>4.0%}':>13}")
+    rates = zip(result.gb_per_s, result.share, strict=True)
+    cells.append("".join(f"{'-' if rate is None else f'{rate:.1f} {share:>4.0%}':>13}" for rate, share in rates))
     spreads = [times[name].spread for name in ("eager", "ls")]
     cells.append(f"{' / '.join('-' if s is None else f'{s:.0%}' for s in spreads):>11}")
-    return "".join(cells)
+    return "\n".join(tables.fit([cells], gap=""))
 
 
 def _ms(ms: float | None) -> str:

@@ -6,11 +6,10 @@ import dataclasses
 import math
 import textwrap
 
-from ls_plugin.report import charts, figures
+from ls_plugin.report import charts, figures, tables
 from ls_plugin.report.document import Block, Charts, Heading, Items, Lead, Paragraph, Table
 from ls_plugin.report.records import CURVE_WINDOW, LOSS_TOLERANCE, PHASES, Run, running_mean
 
-SCREEN_WIDTH = 100
 SCREEN_ROWS = ("tokens/s", "ms per step", *(f"  {phase}" for phase in PHASES), "kernels per step")
 SCREEN_ROWS += ("peak memory, MiB", "peak GPU memory, MiB", "loss, bits/token")
 BUSY = 0.15  # between the runs of a contender, in their median step: more, and something else used the machine
@@ -164,20 +163,16 @@ def repeats(comparison: Comparison) -> str:
 
 
 def screen(comparison: Comparison) -> list[str]:
-    """Lines for a terminal of 100 columns, where there are few contenders."""
+    """Lines for the terminal."""
     told = [f"{name}: {text}".replace("**", "") for name, text in lead(comparison).lines]
     told += [f"{name} was not measured: {reason}" for name, reason in comparison.why_not.items()]
-    lines = [line for text in told for line in textwrap.wrap(text, SCREEN_WIDTH, subsequent_indent="  ")]
+    lines = [line for text in told for line in textwrap.wrap(text, tables.width(), subsequent_indent="  ")]
     if not comparison.runs:
         return lines
     whole = table(comparison)
     cells = [whole.columns, *(row for row in whole.rows if row[0] in SCREEN_ROWS)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    shown = [
-        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(n) for cell, n in zip(row[1:], widths[1:], strict=True))])
-        for row in cells
-    ]
-    return [*lines, "", *shown, repeats(comparison)]
+    same = textwrap.wrap(repeats(comparison), tables.width(), subsequent_indent="  ")
+    return [*lines, "", *tables.fit(cells), *same]
 
 
 # ---- All of it ----

@@ -22,15 +22,8 @@ sys.path.insert(0, str(ROOT))
 warnings.simplefilter("ignore")
 logging.disable(logging.INFO)
 
-from ls_plugin.report import op_timing  # noqa: E402
+from ls_plugin.report import op_timing, tables  # noqa: E402
 from tests.simt import floors, nvcc  # noqa: E402
-
-
-def table(header: list[str], rows: list[list[str]]) -> str:
-    """Markdown; all columns but the first are numbers."""
-    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
 
 # ---- From nvcc ----
 
@@ -101,7 +94,7 @@ def main() -> int:
     args = parser.parse_args()
     op_timing.check_names(parser, "op", args.ops, nvcc.OPS)
     ops = args.ops or nvcc.OPS
-    parts = []
+    parts, shown = [], []
     if nvcc.find_nvcc() is None:
         parts.append(
             "nvcc was not found (install the CUDA toolkit or set CUDA_HOME to it), so there is nothing of registers here."
@@ -122,14 +115,19 @@ def main() -> int:
             "16-byte loads + stores",
         ]
         header += ["others", "resident warps"]
+        rows = instance_rows(ops)
+        shown.append((header, rows))
         parts.append(
-            f"{nvcc.nvcc_version().splitlines()[-2]}; accesses counted in {source}\n\n{table(header, instance_rows(ops))}"
+            f"{nvcc.nvcc_version().splitlines()[-2]}; accesses counted in {source}\n\n{tables.markdown(header, rows)}"
         )
     header = ["op", "shape, bf16", "direction", "floor, bytes", "counted", "of floor", "partial sums"]
-    parts.append(table(header, byte_rows(ops)))
+    rows = byte_rows(ops)
+    shown.append((header, rows))
+    parts.append(tables.markdown(header, rows))
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text("\n\n".join(parts) + "\n")
-    print(args.out.read_text())
+    for header, rows in shown:
+        tables.show("", header, rows)
     print(args.out, file=sys.stderr)
     return 0
 

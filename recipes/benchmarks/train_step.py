@@ -49,6 +49,7 @@ from live_bytes import LiveBytes  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from ls_plugin.report import op_timing as timing  # noqa: E402
+from ls_plugin.report import tables  # noqa: E402
 from ls_plugin.report.dispatched import OpCounter, storages  # noqa: E402
 from ls_plugin.report.machine import machine as machine_of  # noqa: E402
 from ls_plugin.report.step import CLIP_NORM, PHASES, build_trainer, step  # noqa: E402
@@ -301,14 +302,8 @@ def measure_memory(args: argparse.Namespace) -> dict:
 # ---- Tables ----
 
 
-def make_table(title: str):
-    from rich import box, table
-
-    made = table.Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    made.add_column("", no_wrap=True)
-    for name in ("stock", "ls", "ls over stock", "goal"):
-        made.add_column(name, justify="right")
-    return made
+def make_table(title: str) -> tables.Table:
+    return tables.Table(title, ["", "stock", "ls", "ls over stock", "goal"])
 
 
 def add_row(table, name: str, stock, ours, goal: float | None = None, form: str = "{:,}") -> None:
@@ -396,7 +391,7 @@ def main() -> int:
     from rich.console import Console
 
     timing.keep_freed_memory()
-    console = Console(width=120, highlight=False)
+    console = Console(width=tables.width(), highlight=False)
     machine = machine_of(torch.device("cpu"))
     console.print(", ".join(f"{key} {value}" for key, value in machine.items()), markup=False)
     content = {"machine": machine, "pre_norm": args.pre_norm}
@@ -404,7 +399,7 @@ def main() -> int:
         measure, tabulate = PARTS[name]
         with console.status(f"measuring {name}"):
             content[name] = measure(args)
-        console.print(tabulate(content[name]))
+        print(tabulate(content[name]))
         if args.out:
             args.out.write_text(json.dumps(content, indent=1) + "\n")
     return 0

@@ -47,7 +47,7 @@ import training_pictures as pictures  # noqa: E402
 import training_runs as runs  # noqa: E402
 import training_scaling as scaling  # noqa: E402
 
-from ls_plugin.report import figures, op_timing, processes, records  # noqa: E402
+from ls_plugin.report import figures, op_timing, processes, records, tables  # noqa: E402
 from ls_plugin.report.machine import machine as machine_of  # noqa: E402
 
 BASELINES = ("medium", "fused_adam", "compile")
@@ -299,24 +299,14 @@ def ratio_text(gain: dict | None) -> str:
     return f"{gain['ratio']:.2f}x ({low:.2f}-{high:.2f})"
 
 
-def make_tables(results: dict[str, dict], precisions: list[str]) -> list:
+def make_tables(results: dict[str, dict], precisions: list[str]) -> list[tables.Table]:
     """The end-to-end table, and every contender's figures."""
-    from rich import box
-    from rich.table import Table as RichTable
-
-    def table(title: str, first: str, columns: list[str]):
-        made = RichTable(title=title, title_justify="left", box=box.MARKDOWN)
-        made.add_column(first, no_wrap=True)
-        for column in columns:
-            made.add_column(column, justify="right", no_wrap=True)
-        return made
-
     columns = ["stock, ms", "best stock, ms"]
     for precision in precisions:
         columns += [f"ls {precision}, ms", "over stock", "over best", "over floor"]
-    whole = table("Training, median step", "", columns)
+    whole = tables.Table("Training, median step", ["", *columns])
     detail_columns = ["ms", "quartiles", "tokens/s", *records.PHASES, "peak MiB", "floor, ms", "over it", "loss"]
-    detail = table("Each contender", "", detail_columns)
+    detail = tables.Table("Each contender", ["", *detail_columns])
     for name, row in results.items():
         known = row["contenders"]
         if "stock" in known:
@@ -440,7 +430,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = parse_arguments(arguments)
     from rich.console import Console
 
-    console = Console(width=250, highlight=False)
+    console = Console(width=tables.width(), highlight=False)
     torch.set_num_threads(args.threads)
     machine = machine_of(torch.device("cpu"))
     product_rates = floor.product_rates(floor.PRODUCT_SIZE)
@@ -488,16 +478,16 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"training: {error}", file=sys.stderr)
         status = 1
     title = f"{machine['processor']}, {args.threads} threads, torch {machine['torch']}, {machine['commit']}"
-    tell(found, args, title, console)
+    tell(found, args, title)
     print(f"{(time.monotonic() - began) / 60:.1f} minutes")
     return status
 
 
-def tell(found: dict, args: argparse.Namespace, title: str, console) -> None:
+def tell(found: dict, args: argparse.Namespace, title: str) -> None:
     """Tables, verdicts and pictures of the parts that have run."""
     if "rows" in found:
         for table in make_tables(found["rows"], args.precisions):
-            console.print(table)
+            print(table)
         print("\n".join(verdicts(found["rows"])))
         if args.out:
             pictures.draw_phases(found["rows"], title, args.out.with_suffix(".png"))

@@ -49,6 +49,7 @@ from torch import Tensor, nn  # noqa: E402
 
 from ls_plugin import packing  # noqa: E402 (its import registers ls_ names, too)
 from ls_plugin.report import op_timing as timing  # noqa: E402
+from ls_plugin.report import tables  # noqa: E402
 from ls_plugin.report.dispatched import storages  # noqa: E402
 from ls_plugin.report.machine import machine as machine_of  # noqa: E402
 
@@ -229,17 +230,9 @@ def summary(mode: str, size: str, threads: int, n_params: int, seconds: dict, st
 # ---- Table and picture ----
 
 
-def make_table(results: list[dict]):
-    from rich import box, table
-
-    made = table.Table(
-        title="Update step: ms; bytes of state per parameter; shares of three bandwidths",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-    )
-    made.add_column("", no_wrap=True)
-    for name in (*PHASES, "all", "over ls", "state", "GB/s", "copy_", "memmove", "in place"):
-        made.add_column(name, justify="right")
+def make_table(results: list[dict]) -> tables.Table:
+    header = ["", *PHASES, "all", "over ls", "state", "GB/s", "copy_", "memmove", "in place"]
+    made = tables.Table("Update step: ms; bytes of state per parameter; shares of three bandwidths", header)
     for result in results:
         made.add_row(f"{result['mode']}, {result['n_params']:,} parameters, threads {result['threads']}")
         for name, ms in result["ms"].items():
@@ -335,7 +328,7 @@ def main() -> int:
     from rich.console import Console
 
     timing.keep_freed_memory()
-    console = Console(width=140, highlight=False)
+    console = Console(width=tables.width(), highlight=False)
     machine = machine_of(torch.device("cpu"))
     del machine["threads"]
     bandwidths = {}
@@ -351,7 +344,7 @@ def main() -> int:
         for size in args.sizes:
             with console.status(f"measuring {mode}, {size}"):
                 results += measure(mode, size, args.threads, args.rounds, bandwidths)
-    console.print(make_table(results))
+    print(make_table(results))
     print("\n".join(goals(results)))
     if args.out:
         content = {"machine": machine, "bandwidth": bandwidths, "rounds": args.rounds, "results": results}

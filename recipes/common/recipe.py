@@ -198,9 +198,12 @@ class Recipe:
             rows.append((max_tokens, json.loads((folder / "report.json").read_text(encoding="utf-8"))))
             if status == INTERRUPTED:
                 break
-        text = sweep_table(self.title, rows, self.published)
-        (self.out / "sweep" / "sweep.md").write_text(text, encoding="utf-8")
-        self.say(f"\n{text}\n{self.out / 'sweep' / 'sweep.md'}")
+        from ls_plugin.report import tables
+
+        title, (header, cells) = f"{self.title}: by tokens a batch", sweep_table(rows, self.published)
+        path = self.out / "sweep" / "sweep.md"
+        path.write_text(f"# {title}\n\n{tables.markdown(header, cells)}\n", encoding="utf-8")
+        self.say(f"{tables.Table(title, header, cells)}\n{path}")
         return status
 
     def save_dir(self, kind: str) -> Path:
@@ -387,8 +390,8 @@ def sizes(folder: Path) -> dict[str, int]:
     return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
 
 
-def sweep_table(title: str, rows: list[tuple[int, dict]], published: dict[int, float]) -> str:
-    """Of (tokens a batch, report.json)."""
+def sweep_table(rows: list[tuple[int, dict]], published: dict[int, float]) -> tuple[list[str], list[list[str]]]:
+    """Header and rows, of (tokens a batch, report.json)."""
     contenders = list(dict.fromkeys(name for _, report in rows for name in report["contenders"]))
     columns = [
         "tokens a batch",
@@ -397,12 +400,7 @@ def sweep_table(title: str, rows: list[tuple[int, dict]], published: dict[int, f
         "loss of ls against stock's",
     ]
     columns += ["LightSeq over fairseq, as published for 8 A100"] if published else []
-    lines = [
-        f"# {title}: by tokens a batch",
-        "",
-        f"| {' | '.join(columns)} |",
-        f"| {' | '.join(['---:'] * len(columns))} |",
-    ]
+    lines = []
     for max_tokens, report in rows:
         rates = (report["contenders"].get(name, {}).get("tokens_per_s") for name in contenders)
         gain = report["over_stock"].get("ls", {})
@@ -410,8 +408,8 @@ def sweep_table(title: str, rows: list[tuple[int, dict]], published: dict[int, f
         cells += [f"{gain['ratio']:.2f}x" if gain.get("ratio") else "no claim"]
         cells += [f"{gain['loss_difference']:+.2%}" if gain.get("loss_difference") is not None else "-"]
         cells += [f"{published[max_tokens]:.2f}x" if max_tokens in published else "-"] if published else []
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        lines.append(cells)
+    return columns, lines
 
 
 # ---- Command ----

@@ -425,9 +425,10 @@ def test_the_sweep_is_one_table(recipe):
         return {"contenders": contenders, "over_stock": {"ls": {"ratio": gain, "loss_difference": difference}}}
 
     rows = [(512, report(2.0)), (600, report(None, 0.5))]
-    table = recipe("recipe").sweep_table("WMT14", rows, recipe("wmt14_en_de").published).splitlines()
-    assert table[-2] == "| 512 | 1,000 | 2,000 | 2.00x | +0.10% | 3.08x |"
-    assert table[-1] == "| 600 | 1,000 | 2,000 | no claim | +50.00% | - |"
+    header, cells = recipe("recipe").sweep_table(rows, recipe("wmt14_en_de").published)
+    assert header[:3] == ["tokens a batch", "stock, tokens/s", "ls, tokens/s"]
+    assert cells[0] == ["512", "1,000", "2,000", "2.00x", "+0.10%", "3.08x"]
+    assert cells[1] == ["600", "1,000", "2,000", "no claim", "+50.00%", "-"]
 
 
 # ---- Dry runs
