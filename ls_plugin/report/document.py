@@ -99,11 +99,16 @@ h2 { font-size: 1.15rem; margin: 2rem 0 .5rem; padding-top: .75rem; border-top: 
 .lead { border-left: .35rem solid #2c7a4b; background: #f2f7f4; padding: .6rem 1rem; margin: 1rem 0; }
 .lead.bad { border-color: #b3261e; background: #fbf2f1; }
 .lead p { margin: .4rem 0; }
-.scroll { overflow-x: auto; -webkit-overflow-scrolling: touch; margin: .75rem 0; }
+/* A shadow at the right edge while columns are hidden there: phones show no scroll bar. */
+.scroll { overflow-x: auto; -webkit-overflow-scrolling: touch; margin: .75rem 0;
+  background: linear-gradient(to left, #fff 40%, transparent) 100% 0 / 2rem 100% no-repeat local,
+    linear-gradient(to left, rgba(28, 36, 48, .25), transparent) 100% 0 / .75rem 100% no-repeat scroll; }
 table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .3rem .6rem; border-bottom: 1px solid #e4e8ee; text-align: right; white-space: nowrap; vertical-align: top; }
 th { border-bottom: 2px solid #b9c2cf; }
-th:first-child, td:first-child { text-align: left; white-space: pre-wrap; min-width: 8rem; }
+/* The rows' names stay where they are. */
+th:first-child, td:first-child { text-align: left; white-space: pre-wrap; min-width: 8rem; max-width: 45vw;
+  position: sticky; left: 0; background: #fff; }
 td.long { white-space: normal; text-align: left; min-width: 16rem; }
 code { font: .85em ui-monospace, Menlo, Consolas, monospace; background: #f3f5f8; padding: .05rem .25rem; }
 pre { font: .8rem/1.45 ui-monospace, Menlo, Consolas, monospace; background: #f3f5f8; padding: .75rem; white-space: pre-wrap; overflow-wrap: anywhere; }
@@ -111,16 +116,19 @@ pre { font: .8rem/1.45 ui-monospace, Menlo, Consolas, monospace; background: #f3
 figure { margin: 0; }
 figcaption { font-size: .85rem; color: #4a5566; margin-bottom: .25rem; }
 svg { width: 100%; height: auto; display: block; }
+@media (max-width: 40rem) {
+  th:first-child, td:first-child { min-width: 5rem; } td.long { min-width: 12rem; overflow-wrap: anywhere; }
+}
 @media print {
   @page { margin: 14mm; }
   body { max-width: none; padding: 0; font-size: 10pt; }
   h2 { break-after: avoid; } figure, tr, .lead { break-inside: avoid; }
-  .scroll { overflow: visible; } table { font-size: 7.5pt; } th, td { padding: .15rem .3rem; white-space: normal; }
+  .scroll { overflow: visible; background: none; } table { font-size: 7.5pt; } th, td { padding: .15rem .3rem; white-space: normal; }
   .charts { grid-template-columns: 1fr 1fr; } pre { font-size: 7pt; }
   * { print-color-adjust: exact; -webkit-print-color-adjust: exact; }
 }
 """
-_LONG_CELL = 40  # characters: beyond them a cell is text, and is wrapped
+_LONG_CELL = 30  # characters: beyond them a cell is text, and is wrapped
 
 
 def page(title: str, blocks: Iterable[Block]) -> str:
@@ -147,7 +155,7 @@ def _html(block: Block) -> str:
             return "<ul>" + "".join(f"<li>{_inline(item)}</li>" for item in items) + "</ul>"
         case Table(columns, rows):
             head, body = _row("th", columns), "".join(_row("td", row) for row in rows)
-            return f'<div class="scroll"><table><thead>{head}</thead><tbody>{body}</tbody></table></div>'
+            return f'<div class="scroll" tabindex="0"><table><thead>{head}</thead><tbody>{body}</tbody></table></div>'
         case Code(text):
             return f"<pre>{html.escape(text)}</pre>"
         case Charts(charts):

@@ -1,10 +1,17 @@
 """The pages of reports: one content in Markdown and HTML, charts that are whole SVG."""
 
+import json
 import math
+import re
+import shutil
+import subprocess
 import xml.etree.ElementTree as xml
+
+import pytest
 
 from ls_plugin.report import charts
 from ls_plugin.report.document import Charts, Code, Heading, Items, Lead, Paragraph, Table, markdown, page
+from tests.limits import LIMIT_S
 
 BLOCKS = [
     Lead([("Gained", "**2x** <of> stock")], good=False),
@@ -33,10 +40,39 @@ def test_one_page_that_needs_nothing_beside_it():
         and "<code>--tolerance</code>" in text
         and "<pre>fairseq-train &lt;data&gt;" in text
     )
-    assert '<div class="scroll"><table>' in text and '<td class="long">xxx' in text
+    assert '<div class="scroll" tabindex="0"><table>' in text and '<td class="long">xxx' in text
     assert not any(word in text for word in ("<script", "<link", "src=", "@import", "url("))
     body = text[text.index("<body>") : text.index("</html>")]
     assert xml.fromstring(body).tag == "body"  # every tag is closed
+
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+PHONE = """<iframe id=frame src=report.html style="width:390px;height:2000px;border:0"></iframe><pre id=out></pre><script>
+frame.onload = () => {
+  const page = frame.contentDocument, box = page.querySelector(".scroll"), cells = box.querySelector("table").rows[1].cells;
+  const seen = cell => { const at = cell.getBoundingClientRect(); return at.left >= 0 && at.right <= 390; };
+  const before = [seen(cells[0]), seen(cells[cells.length - 1])];
+  box.scrollLeft = 1e6;
+  out.textContent = JSON.stringify({page: page.documentElement.scrollWidth, before, after: [seen(cells[0]), seen(cells[cells.length - 1])]});
+};</script>"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="chromium was not found")
+def test_a_wide_table_scrolls_on_a_phone_and_keeps_the_names_of_its_rows(tmp_path):
+    table = Table(["", *(f"stock+contender {i}" for i in range(8))], [["ms per step", *["1,234.5"] * 8]])
+    (tmp_path / "report.html").write_text(page("Report", [*BLOCKS[:4], table, *BLOCKS[5:]]))
+    (tmp_path / "phone.html").write_text(PHONE)
+    flags = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--allow-file-access-from-files",
+        "--virtual-time-budget=3000",
+    ]
+    flags += [f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", (tmp_path / "phone.html").as_uri()]
+    done = subprocess.run([CHROMIUM, *flags], capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    found = json.loads(re.search(r'<pre id="out">(.*?)</pre>', done.stdout)[1])
+    assert found == {"page": 390, "before": [True, False], "after": [True, True]}
 
 
 def parts(svg: str, tag: str) -> list[xml.Element]:
