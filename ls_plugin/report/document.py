@@ -117,7 +117,7 @@ figure { margin: 0; }
 figcaption { font-size: .85rem; color: #4a5566; margin-bottom: .25rem; }
 svg { width: 100%; height: auto; display: block; }
 @media (max-width: 40rem) {
-  th:first-child, td:first-child { min-width: 5rem; } td.long { min-width: 12rem; overflow-wrap: anywhere; }
+  th:first-child, td:first-child { min-width: 7rem; } td.long { min-width: 12rem; overflow-wrap: anywhere; }
 }
 @media print {
   @page { margin: 14mm; }

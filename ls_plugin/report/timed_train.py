@@ -311,6 +311,20 @@ def keep_last_batches() -> None:
     data_utils.batch_by_size = functools.partial(batching["batch_by_size"], data_utils.batch_by_size)
 
 
+def keep_off_tpu() -> None:
+    """Lets stock train in bf16: its parser takes ``--bf16`` for a TPU, and without torch_xla the trainer ends at once."""
+    from fairseq import options
+
+    parse = options.parse_args_and_arch
+
+    def parse_args_and_arch(*args, **kwargs):
+        parsed = parse(*args, **kwargs)
+        (parsed[0] if isinstance(parsed, tuple) else parsed).tpu = False
+        return parsed
+
+    options.parse_args_and_arch = parse_args_and_arch
+
+
 BASELINES = {"medium": medium, "fused_adam": fused_adam, "compile": compiled, "apex": apex}
 
 
@@ -359,6 +373,7 @@ def main() -> None:
         from fairseq_cli.train import cli_main as train
 
         keep_last_batches()
+        keep_off_tpu()
     stopwatch.install()
     for name in baselines:
         BASELINES[name]()

@@ -110,14 +110,17 @@ class Recipe:
         return self.args.cpu or self.args.dry_run
 
     def device(self) -> Flags:
-        """Flags of every command of fairseq that computes."""
-        return {"--cpu": True, "--num-workers": 0} if self.on_cpu else {"--fp16": self.args.precision == "fp16" or None}
+        """Flags of every command of fairseq that computes. ``--bf16`` is training's alone: generation would ignore it."""
+        if self.on_cpu:
+            return {"--cpu": True, "--num-workers": 0}
+        return {"--fp16": self.args.precision in (None, "fp16") or None}
 
     def training(self, kind: str = "stock", schedule: Flags | None = None) -> list[str]:
         """The arguments of fairseq-train or lightseq-train; the user's own come last, so that they are the ones that count."""
         names = {flag: f"ls_{name}" if kind == "ls" else name for flag, name in self.names.items()}
         flags = self.flags | {"--seed": self.args.seed}
         flags |= (self.small if self.on_cpu else {}) | (self.tiny if self.args.dry_run else {}) | self.device()
+        flags |= {"--bf16": self.args.precision == "bf16" or None}
         if self.args.max_tokens:
             flags |= {"--max-tokens": self.args.max_tokens}
         return [str(self.data / "bin"), *words(flags | names | (schedule or {})), *self.args.further]
@@ -474,7 +477,11 @@ def parse_args(recipe: type[Recipe], arguments: list[str] | None = None) -> argp
         action="store_true",
         help="a small model in fp32 on the CPU" if recipe.needs_gpu else "on the CPU, though there is a GPU",
     )
-    parser.add_argument("--precision", choices=("fp16", "fp32"), default="fp16", help="on a GPU (default %(default)s)")
+    parser.add_argument(
+        "--precision",
+        choices=("fp16", "bf16", "fp32"),
+        help="default fp16 on a GPU, fp32 on a CPU, where fp16 cannot be had",
+    )
     parser.add_argument(
         "--average",
         type=int,
@@ -507,6 +514,12 @@ def parse_args(recipe: type[Recipe], arguments: list[str] | None = None) -> argp
             parser.error(
                 f"--{name.replace('_', '-')} has no meaning beside --{mode.replace('_', '-')}, drop it{remedy}"
             )
+    if args.precision == "fp16" and (args.cpu or args.dry_run):
+        parser.error("--precision fp16: stock fairseq has it on GPUs only; take bf16 or fp32")
+    if args.precision == "bf16" and args.train == "stock":
+        parser.error(
+            "--precision bf16: by itself stock fairseq takes --bf16 for a TPU; take fp16 or fp32, or compare without --train"
+        )
     taken = [flag for flag in args.further if flag.partition("=")[0] in RENAMED]
     if taken:
         parser.error(f"-- {taken[0]}: the recipe names it, since ls has its own; drop it")
@@ -530,6 +543,8 @@ def check_device(recipe: type[Recipe], args: argparse.Namespace) -> None:
             f"{recipe.name} trains in fp16 and needs an NVIDIA GPU that torch can use, found none (lightseq-doctor says why); without one: "
             f"--cpu trains a small model in fp32, --dry-run proves the script, --data-only makes the data, and recipes/quickstart is made for CPUs"
         )
+    if args.precision == "fp16":
+        raise RecipeError("--precision fp16: stock fairseq has it on GPUs only, and none is here; take bf16 or fp32")
     args.cpu = True
 
 

@@ -85,6 +85,10 @@ def test_stock_and_ls_differ_by_three_names(make, name, monkeypatch):
     ]  # the last one counts
     on_cpu = make(name, "--cpu").training()
     assert "--cpu" in on_cpu and "--fp16" not in on_cpu
+    for device in ([], ["--cpu"]):
+        in_bf16 = make("multi_gpu", "--precision", "bf16", *device)
+        assert "--bf16" in in_bf16.training("stock") and "--fp16" not in in_bf16.training("ls")
+        assert "--bf16" not in in_bf16.device()
 
 
 def test_the_twins_of_all_architectures_exist(recipe):
@@ -116,6 +120,11 @@ def test_wmt14_is_what_lightseq_trains(make):
         (["--dry-run", "--rounds", "3"], "--rounds has no meaning beside --dry-run"),
         (["--train", "ls", "--dry-run"], "not allowed with argument"),
         (["--", "--arch", "transformer"], "-- --arch: the recipe names it"),
+        (["--cpu", "--precision", "fp16"], "--precision fp16: stock fairseq has it on GPUs only; take bf16 or fp32"),
+        (
+            ["--train", "stock", "--precision", "bf16"],
+            "--precision bf16: by itself stock fairseq takes --bf16 for a TPU",
+        ),
     ],
 )
 def test_flags_are_checked(recipe, capsys, flags, words):

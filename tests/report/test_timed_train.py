@@ -3,6 +3,7 @@
 import importlib.util
 import subprocess
 import sys
+from argparse import Namespace
 from types import SimpleNamespace
 
 import pytest
@@ -75,6 +76,16 @@ def test_the_update_that_is_counted_is_not_timed(stopwatch, tmp_path):
     run = records.read_run(tmp_path / "record.jsonl")
     assert run.updates == [] and run.kernels is None
     assert (tmp_path / "record.jsonl").read_text().splitlines()[0] == '{"kernels": 3}'  # the item is a kernel too
+
+
+def test_stock_trains_in_bf16(monkeypatch):
+    """By itself it takes the flag for a TPU."""
+    from fairseq import options
+
+    stock = lambda parse_known=False: (Namespace(tpu=True), []) if parse_known else Namespace(tpu=True)  # noqa: E731
+    monkeypatch.setattr(options, "parse_args_and_arch", stock)
+    timed_train.keep_off_tpu()
+    assert not options.parse_args_and_arch().tpu and not options.parse_args_and_arch(parse_known=True)[0].tpu
 
 
 def test_flags_of_stock_under_torchrun_on_a_cpu(monkeypatch):
