@@ -174,6 +174,8 @@ class ContiguousDataParallel(nn.Module):
         for owner, requires_grad in layout:
             if owner is not None and requires_grad:
                 trained.setdefault(owner[0], []).append(owner[1])
+        for engine in trained:
+            engine().is_sent = True
         self._buckets = [
             bucket
             for engine, indices in reversed(trained.items())

@@ -209,6 +209,7 @@ class ContiguousAdam(torch.optim.Optimizer):
             # Foreign gradients hold true values; a pending factor concerns only those that were in the buffers before.
             self.grad_scale.apply_to(self.buffers)
         for buffer, indices in foreign:
+            buffer.make_room(indices)
             buffer.adopt(indices)
 
     @torch.no_grad()

@@ -5,10 +5,16 @@ nothing for the others. ``p.grad`` is a view of the gradient buffer, or None as 
 is None, is untouched by the step, as in stock fairseq. ``zero_grad`` sets None and writes nothing. The first gradient after it is written
 into its place by the layers (``packing.claim_grad``); what autograd allocated elsewhere is copied there, large ones at once, the many small
 ones together before the step. Later gradients accumulate.
+
+A gradient that somebody keeps over ``zero_grad`` keeps its value, as with torch's optimizers, and nothing is copied where nobody keeps one.
+Of a kept ``p.grad`` itself its count of references tells, and it gets memory of its own. Of other tensors over the same memory
+(``p.grad.detach()``, a view, a slice) the storage's count of users tells, but not which they are: they keep the buffer, and the engine takes
+a new one. That count is not asked where ranks exchange gradients, since communication holds slices of the buffer for a time.
 """
 
 import dataclasses
 import itertools
+import sys
 import weakref
 from collections.abc import Hashable, Iterable, Iterator
 
@@ -44,7 +50,10 @@ class ContiguousBuffer:
             another without gaps.
         param, grad: (n,) in the parameters' dtype; gaps left by alignment stay zero.
         offsets: first element of each parameter, ascending.
+        is_sent: ranks exchange slices of ``grad``; set by who does.
     """
+
+    is_sent = False
 
     def __init__(self, params: list[Tensor]):
         alignment = ALIGNMENT_BYTES // params[0].element_size()
@@ -58,20 +67,30 @@ class ContiguousBuffer:
         self.n_elem = n_elem
         # The allocation is longer than any parameter: one that fills its storage alone may be moved by packing.
         self.param = params[0].data.new_zeros(n_elem + alignment)[:n_elem]
-        self.grad = torch.zeros_like(self.param)
-        self._grad_views = [self.view(self.grad, i) for i in range(len(self.params))]
+        self._allocate_grad()
         for i, p in enumerate(self.params):
             home = self.view(self.param, i)
             home.copy_(p.data)
             p.data = home
         self._versions = [p._version for p in self.params]
         self._addresses = [p.data_ptr() for p in self.params]
-        self._grad_addresses = [home.data_ptr() for home in self._grad_views]
         self._claimed = bytearray(len(self.params))  # which places of gradients were given away
-        self._places: dict = {}  # (first, n) -> the place of n neighbours, or None
         packing.set_owner(self.params, self)
         self.adopt(self.foreign_grads())
         self._install_hooks()
+
+    def _allocate_grad(self) -> None:
+        self.grad = torch.zeros_like(self.param)
+        self._grad_views = [self._make_grad_view(i) for i in range(len(self.params))]
+        self._grad_addresses = [home.data_ptr() for home in self._grad_views]
+        self._places: dict = {}  # (first, n) -> the place of n neighbours, or None
+        # How often the memory and each view of it are referred to while nobody keeps a gradient.
+        self._grad_storage = self.grad.untyped_storage()
+        self._n_users = torch._C._storage_Use_Count(self._grad_storage._cdata)
+        self._n_references = max(map(sys.getrefcount, self._grad_views))
+
+    def _make_grad_view(self, index: int) -> Tensor:
+        return self.view(self.grad, index).data  # with a version of its own, by which autograd notices changes
 
     def view(self, buffer: Tensor, index: int) -> Tensor:
         """The part of an (n,) buffer that belongs to parameter ``index``, in that parameter's shape."""
@@ -88,7 +107,8 @@ class ContiguousBuffer:
 
         def adopt(index: int) -> None:
             owner = engine()
-            if owner is not None:
+            # A place that was given away before may be kept. This is found out when the backward pass is over.
+            if owner is not None and (not owner._claimed[index] or owner._is_at_home(index)):
                 owner.adopt((index,))
 
         for i, p in enumerate(self.params):
@@ -114,6 +134,7 @@ class ContiguousBuffer:
         begin, end = self.offsets[first], self.offsets[first + n - 1] + members[-1].numel()
         if end - begin != sum(p.numel() for p in members):
             return None
+        self._n_users += 1
         return self.grad[begin:end].view(sum(p.shape[0] for p in members), *members[0].shape[1:])
 
     def foreign_grads(self) -> list[int]:
@@ -122,7 +143,10 @@ class ContiguousBuffer:
         return [i for i, p in enumerate(self.params) if (grad := p.grad) is not homes[i] and grad is not None]
 
     def adopt(self, indices: Iterable[int]) -> None:
-        """Brings the gradients of these parameters, wherever they lie, into the buffer, and makes ``p.grad`` the view again."""
+        """Brings the gradients of these parameters, wherever they lie, into the buffer, and makes ``p.grad`` the view again.
+
+        What is in their places is overwritten: see :meth:`make_room` for places that were given away since ``zero_grad``.
+        """
         foreign, homes = [], []
         for i in indices:
             p, home = self.params[i], self._grad_views[i]
@@ -131,17 +155,55 @@ class ContiguousBuffer:
                 raise RuntimeError(
                     f"ls_adam: gradients must be dense, got a sparse one of shape {tuple(grad.shape)}; build the embedding with sparse=False"
                 )
-            if grad.data_ptr() != self._grad_addresses[i] or not grad.is_contiguous():
+            is_at_home = self._is_at_home(i)
+            p.grad = home
+            self._claimed[i] = 1
+            if not is_at_home:
                 foreign.append(grad.detach())
                 homes.append(home)
-            p.grad = home
+            elif grad is not home and sys.getrefcount(grad) > 2:  # this frame's, and the call's
+                grad.data = grad.clone()
         if foreign:
             torch._foreach_copy_(homes, foreign)
+
+    def _is_at_home(self, index: int) -> bool:
+        grad = self.params[index].grad
+        return grad.data_ptr() == self._grad_addresses[index] and grad.is_contiguous()
 
     def zero_grad(self) -> None:
         self._claimed = bytearray(len(self.params))
         for p in self.params:
             p.grad = None
+        if max(map(sys.getrefcount, self._grad_views)) > self._n_references:
+            self._part_from_kept(range(len(self.params)))
+        if not self.is_sent and torch._C._storage_Use_Count(self._grad_storage._cdata) > self._n_users:
+            self._allocate_grad()
+
+    def make_room(self, indices: Iterable[int]) -> None:
+        """Before :meth:`adopt` of gradients that somebody put elsewhere after their places had been given away, which may be kept.
+
+        Not to be called while gradients are computed.
+        """
+        indices = [i for i in indices if self._claimed[i] and not self._is_at_home(i)]
+        if not indices:
+            return
+        self._part_from_kept(indices)
+        live = [i for i, p in enumerate(self.params) if p.grad is not None and self._is_at_home(i)]
+        n_users = self._n_users + sum(self.params[i].grad is not self._grad_views[i] for i in live)
+        if not self.is_sent and torch._C._storage_Use_Count(self._grad_storage._cdata) > n_users:
+            grads = [self.params[i].grad for i in live]
+            self._allocate_grad()
+            for i, grad in zip(live, grads, strict=True):
+                self._grad_views[i].copy_(grad)
+                self.params[i].grad = self._grad_views[i]
+
+    def _part_from_kept(self, indices: Iterable[int]) -> None:
+        """Gives each of these views that somebody holds memory of its own, with its values, and makes another for the engine."""
+        for i in indices:
+            home = self._grad_views[i]
+            if sys.getrefcount(home) > self._n_references + 1:  # this frame's
+                home.data = home.clone()
+                self._grad_views[i] = self._make_grad_view(i)
 
     def rewritten(self) -> list[int]:
         """The parameters that somebody wrote to since the last call, other than through ``p.data``, which leaves no trace."""
