@@ -6,7 +6,6 @@
 - ``--num-batch-buckets``, ``--sample-break-mode eos`` and others: names that numpy has removed.
 - ``--encoder-layers-to-keep``, ``--decoder-layers-to-keep``: fairseq's parser makes lists where its models expect strings, and
   loading would prune the checkpoint of a pruned model once more.
-- ``--task translation_from_pretrained_bart`` (mBART): it reads ``args``, which the task that it subclasses has renamed ``cfg``.
 - ``--fp16 --cpu``: the flat fp32 copy is made on the current CUDA device, and so is the norm of gradients that overflowed.
 - ``--save-async`` is refused: it saves nothing to resume from.
 - Reading ahead: the thread that prepares batches is still at it when a run ends by ``--max-update``; it is stopped before the process
@@ -31,7 +30,6 @@ from fairseq import checkpoint_utils, options, trainer
 from fairseq.data import data_utils, iterators, language_pair_dataset, token_block_dataset
 from fairseq.modules import dynamic_crf_layer
 from fairseq.optim.fp16_optimizer import _FP16OptimizerMixin
-from fairseq.tasks.translation_from_pretrained_bart import TranslationFromPretrainedBARTTask
 from omegaconf import DictConfig, open_dict
 
 from ls_plugin.errors import UnsupportedError
@@ -50,7 +48,6 @@ def install() -> None:
     """Makes fairseq run on this Python, numpy and torch.  Calling it again changes nothing."""
     wrap(options, "parse_args_and_arch", _parse_args_and_arch)
     wrap(checkpoint_utils, "prune_state_dict", _prune_state_dict)
-    wrap(TranslationFromPretrainedBARTTask, "__init__", _init_with_args)
     wrap(iterators.BufferedIterator, "_create_consumer", _create_consumer)
     wrap(_FP16OptimizerMixin, "build_fp32_params", _build_fp32_params)
     trainer.torch = Overlay(torch, {"tensor": _tensor})
@@ -94,14 +91,6 @@ def _parse_args_and_arch(stock, parser: ArgumentParser, input_args=None, parse_k
         if isinstance(layers, list):
             setattr(args, f"{side}_layers_to_keep", ",".join(map(str, layers)))
     return parsed
-
-
-# --- mBART
-
-
-def _init_with_args(stock, self, args, *more, **kwargs):
-    stock(self, args, *more, **kwargs)
-    self.args = args
 
 
 # --- fp16 on the CPU

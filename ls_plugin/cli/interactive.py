@@ -3,6 +3,7 @@
 import fairseq_cli.interactive as stock
 
 from ls_plugin.cli._fairseq_command import check_and_run, run
+from ls_plugin.faults import install_interactive
 
 _stock_main = stock.main
 
@@ -14,6 +15,7 @@ def worker_main(cfg, **kwargs):
 
 def main() -> None:
     stock.main = worker_main
+    install_interactive()
     run("lightseq-interactive", stock.cli_main)
 
 

@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 import torch
 from fairseq import checkpoint_utils, options
-from fairseq.data import Dictionary, data_utils, language_pair_dataset
+from fairseq.data import data_utils, language_pair_dataset
 from fairseq.modules import DynamicCRF
-from fairseq.tasks.translation_from_pretrained_bart import TranslationFromPretrainedBARTTask
 from fairseq_cli import preprocess
 from omegaconf import OmegaConf
 
@@ -231,12 +230,6 @@ def test_mbart_trains_and_translates(commands, losses, tmp_path):
     assert_close(train("ls_plugin.cli.train", "ours", *ours, *from_stock), expected, PARITY)
     path = ["--path", tmp_path / "ours" / "checkpoint_last.pt", "--beam", 2, "--max-len-b", 5, "--cpu"]
     assert commands.run("ls_plugin.cli.generate", tmp_path / "bin", *task, *path).count("\nH-") == 20
-
-
-def test_the_task_of_mbart_has_its_arguments():
-    args = argparse.Namespace(langs="de,en", left_pad_source=True, left_pad_target=False)
-    task = TranslationFromPretrainedBARTTask(args, Dictionary(), Dictionary())
-    assert task.args is task.cfg is args
 
 
 # --- layers to keep
