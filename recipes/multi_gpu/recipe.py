@@ -18,6 +18,17 @@ from common.translation import SAMPLE_PAIRS, Translation
 HERE = Path(__file__).resolve().parent
 
 
+BF16_TOLERANCE = 2e-3  # relative: the two add the gradients of 16 bits in another order
+
+
+def alike(first: list[float], second: list[float], is_bf16: bool) -> bool:
+    """Whether two trainings logged the same losses; in bf16 up to its rounding."""
+    tolerance = BF16_TOLERANCE if is_bf16 else 0.0
+    return len(first) == len(second) > 0 and all(
+        abs(a - b) <= tolerance * a for a, b in zip(first, second, strict=True)
+    )
+
+
 class MultiGpu(Translation):
     name = "multi_gpu"
     title = "Several processes"
@@ -151,8 +162,10 @@ class MultiGpu(Translation):
         self.train("ls")
         second = self.losses("ls")
         self.say(f"losses under torchrun alone and under ZeRO stage 2: {first} and {second}")
-        if first != second:
-            raise RecipeError("DeepSpeed must train as torchrun alone does, to every digit that fairseq logs")
+        if not alike(first, second, self.args.precision == "bf16"):
+            raise RecipeError(
+                "DeepSpeed must train as torchrun alone does, to every digit that fairseq logs (bf16: 0.2 %)"
+            )
         return status
 
     def losses(self, kind: str) -> list[float]:

@@ -428,6 +428,13 @@ def test_an_interrupt_ends_the_sweep(make, monkeypatch):
     assert "| 1,024 | no claim |" in (made.out / "sweep" / "sweep.md").read_text()
 
 
+def test_losses_that_must_agree(recipe):
+    alike = sys.modules[recipe("multi_gpu").__module__].alike
+    assert alike([7.985, 6.876], [7.985, 6.876], False) and not alike([7.985, 6.876], [7.985, 6.877], False)
+    assert alike([7.985, 6.876], [7.985, 6.877], True) and not alike([7.985, 6.876], [7.985, 6.9], True)
+    assert not alike([], [], True) and not alike([1.0], [1.0, 1.0], True)
+
+
 def test_the_sweep_is_one_table(recipe):
     def report(gain, difference=0.001):
         contenders = {"stock": {"tokens_per_s": 1000.0}, "ls": {"tokens_per_s": 2000.0}}
