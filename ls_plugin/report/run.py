@@ -5,7 +5,7 @@
 Contenders differ by ls_ before architecture, criterion and optimizer, and take turns in fresh processes from the same seed, in every second round
 the other way about. Writes DIR/report.html (one page that needs nothing beside it), report.md and report.json; DIR/runs holds records and logs.
 
-    tokens/s, ms per step, phases   medians; the speed-up is the median of the ratio on the same batch, with quartiles
+    speed-up                        the median of the ratio on the same batch, with quartiles; tokens/s and ms per step follow from it
     memory, kernels                 peak of the process, and of the GPU; kernels are counted in one more update, which is not timed
     loss                            in bits per target token; where the losses of two differ by more than --tolerance, no speed-up is claimed
 

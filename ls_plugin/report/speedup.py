@@ -19,6 +19,9 @@ BUSY = 0.15  # between the runs of a contender, in their median step: more, and 
 class Comparison:
     """Contenders that trained the same command in turn.
 
+    One measure says how fast a contender is: ``figures.speedup``, the median ratio on the same batch. Its ms per step and tokens/s in ``medians``
+    are stock's medians by that ratio, so that all figures of a report agree. Medians of each by themselves would not: they are of different batches.
+
     runs: by contender, those that have enough timed updates; where some have more, as after an interrupt, all are cut to the same updates.
     why_not: of each contender without, the reason.
     tolerance: relative, between the losses of two contenders that train alike.
@@ -50,6 +53,14 @@ class Comparison:
             for name, of in self.runs.items()
             if stock and name != "stock"
         }
+        for name, gain in self.gains.items():
+            if gain.ratio is not None:
+                base = self.medians["stock"]
+                self.medians[name] = dataclasses.replace(
+                    self.medians[name],
+                    step_ms=base.step_ms / gain.ratio,
+                    tokens_per_s=base.tokens_per_s * gain.ratio,
+                )
 
     @property
     def alike(self) -> bool:
@@ -185,8 +196,9 @@ def blocks(comparison: Comparison) -> list[Block]:
     some = next(iter(comparison.runs.values()))[0]
     notes = [
         f"Each contender ran in fresh processes, in turn, in every second round the other way about, from the same seed and so on the same "
-        f"batches. The first {some.warm_up} updates of each run are warm-up and left out. Figures are medians over the other updates; the "
-        f"ratio is taken batch by batch, with the quartiles of it in brackets. Phases are medians by themselves and need not add up.",
+        f"batches. The first {some.warm_up} updates of each run are warm-up and left out. A contender's speed over stock is the median over "
+        f"the other updates of the ratio on the same batch, with the quartiles of that ratio in brackets. Tokens/s and ms per step of stock are "
+        f"medians; those of the others follow from stock's by the ratio. Phases are medians by themselves: they need not add up.",
         "forward: the criterion with the model; backward: the gradients; sync: what is waited for other processes' gradients; clip: the "
         "norm and the clipping; update: scaling, the optimizer, zeroing; rest: data, seeding, statistics, logging.",
         f"Runs of a contender share the seed; {repeats(comparison)} (digests of all losses).",
@@ -230,8 +242,6 @@ def table(comparison: Comparison) -> Table:
     rows.append(["over stock", *ratios.values(), "-"])
     add("tokens/s", lambda m: m.tokens_per_s, ",.0f", 1)
     add("ms per step", lambda m: m.step_ms, ",.1f", -1)
-    add("  lower quartile", lambda m: m.step_ms_quartiles[0], ",.1f")
-    add("  upper quartile", lambda m: m.step_ms_quartiles[1], ",.1f")
     for phase in PHASES:
         # Without other processes nothing is waited for.
         if phase != "sync" or any(m.phase_ms.get(phase, 0.0) > charts.LEAST_SHARE * m.step_ms for m in of.values()):
