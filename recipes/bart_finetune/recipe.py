@@ -203,7 +203,7 @@ class Bart(Translation):
         from quickstart.prepare import read_verses, split_verses
 
         counts = {}
-        for split, pairs in split_verses(read_verses())[0].items():
+        for split, pairs in split_verses(read_verses("ja"))[0].items():
             verses = [english for _, english in pairs]
             starts = range(0, len(verses) - PASSAGE_VERSES, PASSAGE_VERSES)
             starts = starts[: TINY_PASSAGES[split]] if self.args.dry_run else starts

@@ -3,8 +3,8 @@
     python recipes/benchmarks/training.py [--rows S B B32 S256 LM] [--precisions fp32,bf16] [--rounds N] [--out FILE.json]
     python recipes/benchmarks/training.py --scaling [--inference] [--rounds N] [--out FILE.json]
 
-Each run is fairseq-train or lightseq-train in a fresh process, with dropout 0.1 at three places, --clip-norm 1.0, and padded batches of the quickstart's
-text (``recipes/quickstart/prepare.py``) which are the same for all, since the seed is. Contenders take turns, in every second round in reverse; the
+Each run is fairseq-train or lightseq-train in a fresh process, with dropout 0.1 at three places, --clip-norm 1.0, and padded batches of the
+Japanese-English Bible (``recipes/quickstart/prepare.py``) which are the same for all, since the seed is. Contenders take turns, in every second round in reverse; the
 baselines, which only serve to find the best of stock, run in the first round. On a CPU stock cannot train in bf16, so ls in bf16 is held against stock's fp32.
 
     stock+medium      torch.set_float32_matmul_precision("medium")     stock+compile   torch.compile of layers and loss; ended after a limit, not

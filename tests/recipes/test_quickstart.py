@@ -56,13 +56,15 @@ def test_a_failing_training_shows_the_end_of_its_log(run_module, tmp_path):
 def small_data(run_module, tmp_path_factory):
     """The real data, cut: 400 training verses, 32 to validate, 32 to translate."""
     data = run_module.prepare
-    books = data.read_verses()
+    books = data.read_verses("kjv")
     kept = {book: books[book][:8] for book in data.VALID_BOOKS + data.TEST_BOOKS} | {"Genesis": books["Genesis"][:400]}
     out, patch = tmp_path_factory.mktemp("quickstart"), pytest.MonkeyPatch()
     train = data.train_sentencepiece
-    patch.setattr(data, "read_verses", lambda: kept)
-    patch.setattr(data, "train_sentencepiece", lambda text, model, _: train(text, model, vocabulary=1600))
-    data.prepare(out / "data", lambda _: None)
+    patch.setattr(data, "read_verses", lambda source: kept)
+    patch.setattr(
+        data, "train_sentencepiece", lambda text, model, source, _: train(text, model, source, vocabulary=1200)
+    )
+    data.prepare(out / "data", lambda _: None, source="kjv")
     patch.undo()
     return out
 

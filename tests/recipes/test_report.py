@@ -63,6 +63,31 @@ def test_the_table_and_the_lead(report, out):
     assert "2.00 times as fast" in page and page.count("<svg") == 5
 
 
+def test_every_figure_of_speed_follows_from_the_ratio_on_the_same_batch(report, out):
+    """The medians of the steps are of different batches, and their ratio is not the median of the ratios."""
+    for kind in ("stock", "ls"):
+        for index in (1, 2):
+            record = out / "runs" / f"{kind}-{index}" / "record.jsonl"
+            record.unlink()
+            # ls is 1.5 times as fast on two batches of three, and 5 times on the third, which is stock's slowest and ls's fastest.
+            speeds = {"stock": (0.5, 1.0, 1.5), "ls": (2.5, 1.5, 2.25)}[kind]
+            write_record(record, kind, [update(n, speeds[n % 3]) for n in range(1, 41)])
+    told = report.collect(out)
+    stock, ls = (figures.medians(told.comparison.runs[kind]) for kind in report.KINDS)
+    ratio = told.comparison.gains["ls"].ratio
+    assert ratio == pytest.approx(1.5) and abs(stock.step_ms / ls.step_ms - ratio) > 0.1  # what used to be shown
+    text, screen = text_of(report, out)
+    content = json.loads((out / "report.json").read_text())
+    of = content["contenders"]
+    assert of["stock"]["step_ms"] == stock.step_ms
+    assert of["stock"]["step_ms"] / of["ls"]["step_ms"] == pytest.approx(ratio)
+    assert of["ls"]["tokens_per_s"] / of["stock"]["tokens_per_s"] == pytest.approx(ratio)
+    steps = f"a step took {stock.step_ms / ratio:,.1f} ms with ls_plugin and {stock.step_ms:,.1f} ms with stock fairseq"
+    assert "training is **1.50 times as fast**" in text and steps in text and steps in screen
+    assert f"| ms per step | {stock.step_ms:,.1f} | {stock.step_ms / ratio:,.1f} | 1.50x |" in text
+    assert text.count("| 1.50x |") >= 2  # tokens/s, too
+
+
 def test_no_speed_up_is_claimed_where_losses_differ(report, out):
     for index in (1, 2):
         record = out / "runs" / f"ls-{index}" / "record.jsonl"
@@ -219,15 +244,15 @@ def test_report_files_and_the_closing_screen(report, out):
     write_record(out / "runs" / "ls-train" / "record.jsonl", "ls", [update(n, 2.0) for n in range(41, 141)])
     count = 30
     translation = report.Translation(
-        sources=["神"] * count, references=["God"] * count, hypotheses=["God"] * (count - 1) + [""],
-        bleu="BLEU = 1.00", bleu_score=1.0, chrf_score=12.0, seconds=30.0,
+        sources=["And God"] * count, references=["God"] * count, hypotheses=["God"] * (count - 1) + [""],
+        bleu="BLEU = 1.00", bleu_score=1.0, chrf_score=12.0, unchanged_bleu_score=60.0, seconds=30.0,
     )  # fmt: skip
     (out / "translation.json").write_text(json.dumps(vars(translation)))
     told = report.collect(out)
     report.write(told)
     assert (out / "quickstart.png").read_bytes().startswith(b"\x89PNG")
     text = (out / "report.md").read_text()
-    assert "2.00x" in text and "BLEU = 1.00" in text and text.count("- ja: ") == 5
+    assert "2.00x" in text and "BLEU = 1.00" in text and text.count("- kjv: ") == 5
     screen = report.summary(told).splitlines()
     assert len(screen) <= 24
     assert any("100 updates to 140" in line for line in screen)

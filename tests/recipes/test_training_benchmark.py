@@ -41,12 +41,14 @@ def training():
 def small_work(training, tmp_path_factory):
     """Data of 400 training verses and 1,600 pieces, where the benchmark looks for its 8,000."""
     data, work = training.runs.prepare, tmp_path_factory.mktemp("work")
-    books = data.read_verses()
+    books = data.read_verses("ja")
     kept = {book: books[book][:8] for book in data.VALID_BOOKS + data.TEST_BOOKS} | {"Genesis": books["Genesis"][:400]}
     learn, patch = data.train_sentencepiece, pytest.MonkeyPatch()
-    patch.setattr(data, "read_verses", lambda: kept)
-    patch.setattr(data, "train_sentencepiece", lambda text, model, _: learn(text, model, vocabulary=1600))
-    data.prepare(work / "data-8000", lambda _: None)
+    patch.setattr(data, "read_verses", lambda source: kept)
+    patch.setattr(
+        data, "train_sentencepiece", lambda text, model, source, _: learn(text, model, source, vocabulary=1600)
+    )
+    data.prepare(work / "data-8000", lambda _: None, source="ja")
     patch.undo()
     return work
 

@@ -61,7 +61,7 @@ def verses(tmp_path_factory) -> Path:
     spec = importlib.util.spec_from_file_location("prepare", ROOT / "recipes" / "quickstart" / "prepare.py")
     prepare = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(prepare)
-    books = prepare.read_verses()
+    books = prepare.read_verses("ja")
     lines = [english for _, english in books["Genesis"] + books["Exodus"]]
     random.Random(1).shuffle(lines)
     folder = tmp_path_factory.mktemp("verses")
