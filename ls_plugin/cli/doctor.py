@@ -18,6 +18,7 @@ import os
 import shutil
 import subprocess
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -263,9 +264,13 @@ def can_train(checks: Sequence[Check]) -> bool:
 
 def render(checks: Sequence[Check]) -> str:
     width = max(len(check.name) for check in checks)
+    # Folded on a terminal; a file or a pipe gets whole lines, and so does whoever copies a remedy.
+    room = shutil.get_terminal_size().columns - width - 8 if sys.stdout.isatty() else 10_000
     lines = []
     for check in checks:
-        lines.append(f"{check.state:<4}  {check.name:<{width}}  {check.found}")
+        found = textwrap.wrap(check.found, max(room, 20), break_long_words=False, break_on_hyphens=False) or [""]
+        lines.append(f"{check.state:<4}  {check.name:<{width}}  {found[0]}")
+        lines += [f"{'':<4}  {'':<{width}}  {more}" for more in found[1:]]
         if check.remedy:
             lines.append(f"{'':<4}  {'':<{width}}  -> {check.remedy}")
     bad = [check.name for check in checks if check.state == BAD]
