@@ -2,20 +2,25 @@
 
 :func:`install` wraps ``fairseq.models.DistributedFairseqModel``. ``pytorch_ddp`` and ``legacy_ddp`` under ``ls_adam`` give
 :class:`ContiguousDataParallel`, with and without overlap; all else is stock's, whose PyTorch wrapper works on CPUs too now and compresses to
-bf16 as well as to fp16.
+bf16 as well as to fp16, and looks for unused parameters where layers are dropped.
 """
+
+import logging
 
 from fairseq import models
 from fairseq.dataclass import configs, constants
 from fairseq.dataclass.initialize import hydra_init
 from fairseq.distributed import DistributedTimeoutWrapper, ModuleProxyWrapper
 from fairseq.models import distributed_fairseq_model
+from fairseq.modules import LayerDropModuleList
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from ls_plugin.distributed.data_parallel import ContiguousDataParallel
 from ls_plugin.errors import UnsupportedError
 from ls_plugin.rebinding import wrap
+
+logger = logging.getLogger(__name__)
 
 _OVERLAPS = {"pytorch_ddp": True, "c10d": True, "legacy_ddp": False, "no_c10d": False}
 _HOOKS = {
@@ -60,15 +65,17 @@ def _distributed_model(stock, args, model: nn.Module, process_group, device) -> 
         UnsupportedError: a communication hook for a backend that has none.
     """
     hook = str(args.ddp_comm_hook)
-    if args.ddp_backend in _OVERLAPS and _optimizer_name(args) == "ls_adam":
+    overlaps = _OVERLAPS.get(args.ddp_backend)
+    if overlaps is not None and _optimizer_name(args) == "ls_adam":
         wrapped = ModuleProxyWrapper(
             ContiguousDataParallel(
                 model.to(device),
                 process_group,
-                overlaps=_OVERLAPS[args.ddp_backend],
+                overlaps=overlaps,
                 bucket_cap_mb=args.bucket_cap_mb,
                 hook=_HOOKS[hook],
                 broadcast_buffers=args.broadcast_buffers,
+                zero_unused=not overlaps,  # as stock's
             )
         )
         timeout = args.heartbeat_timeout
@@ -81,11 +88,21 @@ def _distributed_model(stock, args, model: nn.Module, process_group, device) -> 
         raise UnsupportedError(
             "--ddp-comm-hook bf16: PyTorch's own wrapper compresses to bf16 on GPUs only; take fp16, or --optimizer ls_adam"
         )
+    if overlaps and not args.find_unused_parameters and _drops_layers(model):
+        logger.info(
+            "--find-unused-parameters is on, since --encoder-layerdrop or --decoder-layerdrop leaves layers out"
+        )
+        args.find_unused_parameters = True
     wrapped = stock(args, model, process_group, device)
     if hook == "bf16":  # stock knows fp16
         ddp = next(m for m in wrapped.modules() if isinstance(m, DistributedDataParallel))
         ddp.register_comm_hook(process_group, default_hooks.bf16_compress_hook)
     return wrapped
+
+
+def _drops_layers(model: nn.Module) -> bool:
+    """Whether steps leave layers out; PyTorch's wrapper ends the run at the first of them, unless it looks for unused parameters."""
+    return any(isinstance(m, LayerDropModuleList) and m.p > 0 for m in model.modules())
 
 
 def _optimizer_name(args) -> str | None:

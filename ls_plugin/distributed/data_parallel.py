@@ -65,7 +65,7 @@ class ContiguousDataParallel(nn.Module):
     """Averages the gradients of ``module`` over the ranks of a process group, in the buffers of the optimizers that own its parameters.
 
     ``all_reduce_grads()``, which fairseq's optimizers call before each update, completes it: ``p.grad`` is the average on every rank then,
-    or None on every rank if none had a gradient. Ranks may differ in which parameters get one.
+    or None on every rank if none had a gradient (``zero_unused``: 0). Ranks may differ in which parameters get one.
 
     Args:
         module: on its device. Parameters and buffers of rank 0 are copied to all.
@@ -74,6 +74,7 @@ class ContiguousDataParallel(nn.Module):
         bucket_cap_mb: MiB after which a bucket is full.
         hook: one of PyTorch's communication hooks that need only ``bucket.buffer()``, such as ``fp16_compress_hook``.
         broadcast_buffers: copy the buffers of rank 0 to all before each forward pass in training.
+        zero_unused: give parameters without a gradient on any rank one of zeros, as fairseq's ``legacy_ddp`` does: the optimizer steps them then.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class ContiguousDataParallel(nn.Module):
         bucket_cap_mb: float = 25,
         hook: Callable = allreduce_hook,
         broadcast_buffers: bool = False,
+        zero_unused: bool = False,
     ):
         super().__init__()
         self.module = module
@@ -93,6 +95,7 @@ class ContiguousDataParallel(nn.Module):
         self._bucket_bytes = bucket_cap_mb * 2**20
         self._hook = hook
         self._broadcasts_buffers = broadcast_buffers
+        self._zeroes_unused = zero_unused
         self._postpones = False
         self._buckets: list[_Bucket] = []
         self._n_sent = 0
@@ -130,11 +133,12 @@ class ContiguousDataParallel(nn.Module):
             )
         while self._n_sent < len(self._buckets):
             self._send_next()
-        used = [is_used for bucket in self._buckets for is_used in bucket.used]
-        everywhere = self._reduce_used(used)
+        used = [is_used or self._zeroes_unused for bucket in self._buckets for is_used in bucket.used]
+        everywhere = None if self._zeroes_unused else self._reduce_used(used)
         for bucket in self._buckets:
             bucket.receive()
-        everywhere.wait()
+        if everywhere is not None:
+            everywhere.wait()
         if not all(used):  # only this rank has to look at what the others had
             used = self._used.tolist()
         of_bucket = iter(used)

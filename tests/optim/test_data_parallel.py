@@ -10,7 +10,10 @@ import torch
 import torch.distributed as dist
 from fairseq import models
 from fairseq.dataclass.configs import FairseqConfig
+from fairseq.distributed import LegacyDistributedDataParallel
 from fairseq.distributed import utils as distributed_utils
+from fairseq.modules import LayerDropModuleList
+from fairseq.optim.adam import Adam as StockAdam
 from omegaconf import OmegaConf, open_dict
 from torch import nn
 
@@ -144,6 +147,36 @@ def check_unused_parameters(rank):
         assert (chain.layers[2].weight.grad is None) == (step == 0)
 
 
+def check_legacy_steps_unused_parameters_as_stock(rank):
+    """fairseq's legacy wrapper gives zeros to what got no gradient on any rank, so Adam's moments decay and go on to act."""
+    chains = [Chain(), Chain()]
+    stock = LegacyDistributedDataParallel(chains[0], dist.group.WORLD)
+    ours = ContiguousDataParallel(chains[1], dist.group.WORLD, overlaps=False, zero_unused=True)
+    optimizers = [StockAdam(chains[0].parameters(), lr=0.1), ContiguousAdam(chains[1].parameters(), lr=0.1)]
+    for step, skips in enumerate((((), ()), ((2,), (1, 2)), ((2,), (2,)), ((), ()))):
+        for wrapper, optimizer in zip((stock, ours), optimizers, strict=True):
+            optimizer.zero_grad()
+            wrapper(_batch(rank, step), skips[rank]).backward()
+            wrapper.all_reduce_grads()
+            optimizer.step()
+        for theirs, mine in zip(*(chain.parameters() for chain in chains), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def check_layers_that_are_dropped(rank):
+    """PyTorch's own wrapper is asked to look for unused parameters where a model drops layers, and not elsewhere."""
+    cfg = _configuration("adam", "pytorch_ddp")
+    dropping = nn.Sequential(Chain())
+    dropping[0].layers = LayerDropModuleList(0.5, dropping[0].layers)
+    for model, finds in ((Chain(), False), (dropping, True)):
+        wrapped = models.DistributedFairseqModel(
+            cfg.distributed_training, model, process_group=dist.group.WORLD, device=torch.device("cpu")
+        )
+        assert wrapped.module.find_unused_parameters == finds
+    for _ in range(8):
+        wrapped(_batch(rank)).backward()
+
+
 def _sum_statistics():
     """As fairseq does between the backward pass and all_reduce_grads, with a group of its own."""
     counts = torch.ones(3)
@@ -266,9 +299,17 @@ def check_all_gather_list(rank):
     assert gathered[1]["tensor"].tolist() == [1, 1]
 
 
-def check_backends_of_fairseq(rank):
+def _configuration(optimizer: str, backend: str):
     cfg = OmegaConf.structured(FairseqConfig)
     OmegaConf.set_struct(cfg, False)
+    with open_dict(cfg):
+        cfg.optimizer = {"_name": optimizer}
+        cfg.distributed_training.ddp_backend = backend
+    return cfg
+
+
+def check_backends_of_fairseq(rank):
+    cfg = _configuration("adam", "pytorch_ddp")
     for optimizer, backend, hook in (
         ("adam", "pytorch_ddp", "none"),
         ("adam", "pytorch_ddp", "fp16"),

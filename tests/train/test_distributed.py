@@ -60,6 +60,19 @@ def test_torchrun_in_bf16(commands, flags, losses):
     _assert_close([float(loss) for loss in valid[1]], [float(loss) for loss in valid[0]], 2e-2)
 
 
+@pytest.mark.slow
+def test_layers_that_are_dropped(commands, training_flags, losses):
+    """The losses of stock, whose legacy_ddp steps parameters without a gradient too; and stock's Adam under PyTorch's wrapper goes through."""
+    common = ["--encoder-layerdrop", 0.5, "--max-update", 6, "--no-save", "--distributed-world-size", 2]
+    stock = commands.start(TRAIN, commands.data, *training_flags["stock"], *common, "--ddp-backend", "legacy_ddp")
+    expected = losses(commands.finish(stock))
+    ours = [commands.data, *training_flags["ours"], *common]
+    _assert_close(losses(commands.run(TRAIN, *ours, "--ddp-backend", "legacy_ddp")), expected, 2e-3)
+    log = commands.run(TRAIN, *ours, "--optimizer", "adam", "--ddp-backend", "pytorch_ddp")
+    assert "--find-unused-parameters is on" in log
+    assert len(losses(log)) == 6
+
+
 def _wait_for_training(process, log: Path) -> None:
     wait_until(lambda: "| train_inner |" in log.read_text(), process, log.read_text)
 
