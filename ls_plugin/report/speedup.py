@@ -146,7 +146,7 @@ def _cost(comparison: Comparison) -> str:
     else:
         memory, before, after = "memory of the process", stock.peak_rss_mib, ls.peak_rss_mib
     return (
-        f"peak {memory} {after:,.0f} MiB instead of {before:,.0f} ({after / before - 1:+.0%}); "
+        f"peak {memory}: {after:,.0f} MiB with ls_plugin, {before:,.0f} with stock fairseq ({after / before - 1:+.0%}); "
         f"{ls.startup_s:.1f} s from the start to the first update instead of {stock.startup_s:.1f}"
     )
 

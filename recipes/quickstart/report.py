@@ -28,8 +28,9 @@ INTRODUCTION = (
     "turn, then the plugin trained on and translated held-out books:"
 )
 EXPECTATION = (
-    "What to expect: after minutes on two cores, from nothing, the model writes readable English that follows the old text, with wrong words "
-    "and names in it; it knows 31,000 verses and nothing else. More minutes make it better (--minutes 60)."
+    "What to expect: trained from nothing for some 1,450 updates (4 minutes on two idle cores), the model writes readable English of today that "
+    "follows the old text, with wrong words in it, above all in rare names; BLEU about 50. The old text as it is scores 61, since most words "
+    "stay. The model knows these verses and nothing else."
 )
 KINDS = ("stock", "ls")
 LEAST_UPDATES = 12  # the first after the warm-up is timed, the second is the first to be split into phases
@@ -244,10 +245,11 @@ def write(quickstart: Quickstart) -> None:
     if quickstart.comparison:
         content = {"settings": quickstart.settings, "machine": machine(torch.device(quickstart.settings["device"]))}
         content |= quickstart.comparison.to_json()
-        if quickstart.translation:
+        if quickstart.translation and quickstart.training:
             translation = quickstart.translation
             content |= {"bleu": translation.bleu_score, "chrf": translation.chrf_score}
             content |= {"unchanged_bleu": translation.unchanged_bleu_score, "samples": translation.samples()}
+            content["trained_updates"] = quickstart.training.updates[-1]["update"]
         text = json.dumps(speedup.finite(content), indent=1)
         (quickstart.out / "report.json").write_text(text + "\n", encoding="utf-8")
     if quickstart.comparison or (quickstart.training and quickstart.training.updates):

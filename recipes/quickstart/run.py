@@ -17,6 +17,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from common.translation import read_hypotheses
 from trainings import KINDS, MODEL, TRAINING
 
 from ls_plugin import routes
+from ls_plugin.report import speedup
 from ls_plugin.report.processes import Display, Follower, environment, flags, log_tail, process
 from ls_plugin.report.records import STOPWATCH
 
@@ -294,7 +296,7 @@ class Quickstart:
             verses = ", ".join(f"{count:,} {split}" for split, count in manifest["verses"].items())
             self.display.say(f"data: verses: {verses}; {self.args.threads} threads, {self.args.device}")
             self.warn_if_busy()
-            self.display.say(report.EXPECTATION)
+            self.display.say(textwrap.fill(report.EXPECTATION, speedup.SCREEN_WIDTH))
             part = "(a) stock and ls in turn"
             self.compare()
             part = "(b) training on"

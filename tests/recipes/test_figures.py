@@ -47,6 +47,29 @@ def test_a_changed_figure_is_found_and_put_right(figures, tmp_path, monkeypatch,
     assert page.read_text() == right
 
 
+def test_the_quickstarts_translations_stand_beside_the_score_of_the_unchanged_text(figures):
+    content = figures.SOURCES["quickstart"].read()
+    content |= {"bleu": 50.1, "chrf": 66.0, "unchanged_bleu": 60.7, "trained_updates": 1510}
+    content |= {"samples": [["he saith", "he says", "he | says"]]}
+    content["settings"]["minutes"] = 4.0
+    text = figures.quickstart_table(content)
+    assert (
+        "After 4 minutes of training on (1,510 updates): BLEU 50.1, chrF 66.0; the old text as it is: BLEU 60.7" in text
+    )
+    assert "| he saith | he says | he \\| says |" in text
+    ratio = content["over_stock"]["ls"]["ratio"]
+    assert figures.quickstart_claims(content) == {"over stock": ratio}
+
+
+def test_every_row_of_the_training_table_has_one_measure(figures):
+    """Stock's ms over those of ls are the speed-up beside them."""
+    content = figures.SOURCES["training"].read()
+    for row in content["rows"]["results"].values():
+        for kind in ("ls fp32", "ls bf16"):
+            ratio = row["speedup"][kind]["over_stock"]["ratio"]
+            assert figures.step_ms(row, "stock") / figures.step_ms(row, kind) == pytest.approx(ratio)
+
+
 def test_claims_that_are_too_good(figures):
     claimed = {"holds": 1.15, "exaggerates": 1.16, "is modest": 0.5, "is gone": 1.0, "was nothing": 1.0}
     measured = {"holds": 1.0, "exaggerates": 1.0, "is modest": 1.0, "was nothing": float("nan")}
