@@ -31,7 +31,7 @@ from common.translation import read_hypotheses
 from trainings import KINDS, MODEL, TRAINING
 
 from ls_plugin import routes
-from ls_plugin.report import speedup
+from ls_plugin.report import tables
 from ls_plugin.report.processes import Display, Follower, environment, flags, log_tail, process
 from ls_plugin.report.records import STOPWATCH
 
@@ -296,7 +296,7 @@ class Quickstart:
             verses = ", ".join(f"{count:,} {split}" for split, count in manifest["verses"].items())
             self.display.say(f"data: verses: {verses}; {self.args.threads} threads, {self.args.device}")
             self.warn_if_busy()
-            self.display.say(textwrap.fill(report.EXPECTATION, speedup.SCREEN_WIDTH))
+            self.display.say(textwrap.fill(report.EXPECTATION, tables.width()))
             part = "(a) stock and ls in turn"
             self.compare()
             part = "(b) training on"

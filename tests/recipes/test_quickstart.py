@@ -96,6 +96,21 @@ def test_the_budget_is_what_b_trains(run_module, tmp_path):
     assert began <= deadlines[0] - 7 * 60 <= time.time() and len(deadlines) == 1
 
 
+def test_what_to_expect_is_said_before_anything_trains(run_module, tmp_path, capsys, monkeypatch):
+    args = run_module.parse_args(["--out", str(tmp_path), "--device", "cpu"])
+    quickstart, screen = run_module.Quickstart(args, run_module.Display()), []
+    monkeypatch.setattr(run_module.prepare, "prepare", lambda folder, say, source: {"verses": {"train": 9}})
+
+    def stop():
+        screen.append(capsys.readouterr().out)
+        raise KeyboardInterrupt
+
+    quickstart.compare = stop
+    assert quickstart.run() == 130
+    assert "What to expect" in screen[0] and "BLEU about 50" in " ".join(screen[0].split())
+    assert max(map(len, screen[0].splitlines())) <= 100
+
+
 def quickstart(run_module, out, *flags):
     arguments = [
         "--out",
