@@ -23,8 +23,9 @@ def register() -> None:
     _library.warn_if_not_loaded()
     # fairseq is imported from here on, which needs the checks first, and imports whatever is called apex or deepspeed.
     shut_out_unrelated_apex()
-    from ls_plugin import deepspeed
+    from ls_plugin import deepspeed, safe_eval
 
+    safe_eval.install()
     with deepspeed.left_out():
         from ls_plugin import checkpoint, compat, criterions, distributed, faults, memory, models, ops, optim  # noqa: F401
 

@@ -37,6 +37,8 @@ from fairseq.logging import meters
 from fairseq.models import ARCH_MODEL_REGISTRY
 from omegaconf import OmegaConf, open_dict
 
+from ls_plugin import safe_eval
+from ls_plugin.compat import Overlay
 from ls_plugin.errors import CheckpointError, UsageError
 from ls_plugin.names import PREFIX, stock_name
 from ls_plugin.rebinding import wrap
@@ -68,6 +70,7 @@ def install() -> None:
     wrap(checkpoint_utils, "load_ema_from_checkpoint", _load_ema_from_checkpoint)
     wrap(checkpoint_utils, "torch_persistent_save", _torch_persistent_save)
     checkpoint_utils.PathManager = AtomicPathManager
+    checkpoint_utils.torch = Overlay(torch, {"load": _load_with_namespace})
 
 
 # --- loading
@@ -169,6 +172,7 @@ def _file_to_resume(cfg, suffix: str) -> tuple[str | None, str]:
 def _load_checkpoint_to_cpu(stock, path, arg_overrides=None, load_on_all_ranks=False):
     with _explained(path):
         state = stock(path, arg_overrides, load_on_all_ranks)
+    safe_eval.remember_origin(path, state.get("cfg") or state.get("args"))
     return _with_ls_names(state)
 
 
@@ -290,7 +294,7 @@ class AtomicPathManager(PathManager):
 
 def _torch_persistent_save(stock, obj, filename, async_write: bool = False):
     """Writes a checkpoint atomically.  Raises CheckpointError when it cannot be written, with the needed and the free space."""
-    obj = _owning_their_memory(_with_stock_names(obj))
+    obj = _owning_their_memory(_without_numpy(_with_stock_names(obj)))
     if async_write or PathManager.path_requires_pathmanager(filename):
         return stock(obj, filename, async_write)
     with _atomic_write(filename, lambda: _n_bytes(obj)) as f:
@@ -346,18 +350,34 @@ def _sync_directory(path: str) -> None:
         os.close(directory)
 
 
-def map_tensors(f, obj):
-    """``obj`` with ``f`` applied to the tensors in its dicts, lists and tuples."""
-    if torch.is_tensor(obj):
-        return f(obj)
+def map_leaves(f, obj):
+    """``obj`` with ``f`` applied to what its dicts, lists and tuples hold."""
     if isinstance(obj, dict):
         mapped = copy.copy(obj)  # a Counter stays one, a defaultdict keeps its factory
         for key, value in obj.items():
-            mapped[key] = map_tensors(f, value)
+            mapped[key] = map_leaves(f, value)
         return mapped
     if type(obj) in (list, tuple):
-        return type(obj)(map_tensors(f, value) for value in obj)
-    return obj
+        return type(obj)(map_leaves(f, value) for value in obj)
+    return f(obj)
+
+
+def map_tensors(f, obj):
+    """``obj`` with ``f`` applied to the tensors in its dicts, lists and tuples."""
+    return map_leaves(lambda leaf: f(leaf) if torch.is_tensor(leaf) else leaf, obj)
+
+
+def _without_numpy(obj):
+    """Numbers and tensors for numpy's, which evaluation with BLEU logs: torch's weights_only, and so stock fairseq, refuses them."""
+
+    def convert(leaf):
+        if isinstance(leaf, np.generic) or (isinstance(leaf, np.ndarray) and leaf.ndim == 0):
+            return leaf.item()
+        if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
+            return torch.from_numpy(leaf.copy())
+        return leaf
+
+    return map_leaves(convert, obj)
 
 
 def _owning_their_memory(obj):
@@ -393,9 +413,12 @@ def _with_stock_names(state):
     cfg = state.get("cfg") if isinstance(state, dict) else None
     if not isinstance(cfg, dict):
         return state
+    flags_of_model = isinstance(cfg.get("model"), argparse.Namespace | collections.OrderedDict)
+    if isinstance(cfg.get("model"), argparse.Namespace):
+        cfg = {**cfg, "model": vars(cfg["model"])}
     names, own_fields = {}, {}
     for part in ("model", "criterion", "optimizer"):
-        fields = vars(cfg[part]) if isinstance(cfg.get(part), argparse.Namespace) else cfg.get(part) or {}
+        fields = cfg.get(part) or {}
         if str(fields.get("_name")).startswith(PREFIX):
             names[part] = fields["_name"]
             stock = _renamed(cfg[part], stock_name(names[part]))
@@ -405,14 +428,34 @@ def _with_stock_names(state):
                 own_fields[part] = {name: value for name, value in stock.items() if name not in known}
                 stock = {name: value for name, value in stock.items() if name in known}
             cfg = {**cfg, part: stock}
-    return {**state, "cfg": cfg, _NAMES_KEY: names, _FIELDS_KEY: own_fields} if names else state
+    if flags_of_model:
+        cfg = {**cfg, "model": _as_attributes(cfg["model"])}
+    state = {**state, "cfg": cfg}
+    return {**state, _NAMES_KEY: names, _FIELDS_KEY: own_fields} if names else state
 
 
-def _renamed(part, name: str):
+def _as_attributes(fields: dict) -> collections.OrderedDict:
+    """Flags of a model that argparse configures, in the one class that has attributes and that torch's ``weights_only`` admits by itself.
+
+    fairseq and CTranslate2 read such flags as attributes, as they are in the Namespace of a running program.
+    """
+    flags = collections.OrderedDict(fields)
+    flags.__dict__.update(fields)
+    return flags
+
+
+def _load_with_namespace(*args, **kwargs):
+    """torch.load for fairseq, which changes flags (``--model-overrides``) only where they are a Namespace."""
+    state = torch.load(*args, **kwargs)
+    cfg = state.get("cfg") if isinstance(state, dict) else None
+    if isinstance(cfg, dict) and isinstance(cfg.get("model"), collections.OrderedDict):
+        cfg["model"] = argparse.Namespace(**cfg["model"])
+    return state
+
+
+def _renamed(part: dict, name: str) -> dict:
     """A copy of one part of a configuration under another name; models configured by argparse carry it as ``arch`` too."""
-    if isinstance(part, argparse.Namespace):
-        return argparse.Namespace(**{**vars(part), "_name": name, **({"arch": name} if hasattr(part, "arch") else {})})
-    return {**part, "_name": name}
+    return {**part, "_name": name, **({"arch": name} if "arch" in part else {})}
 
 
 _models_as_twins: contextvars.ContextVar[bool] = contextvars.ContextVar("models_as_twins", default=False)
@@ -442,7 +485,7 @@ def _with_ls_names(state: dict) -> dict:
         if _name_of(current) != stock_name(name):
             continue  # --model-overrides asks for another
         if isinstance(current, argparse.Namespace):
-            vars(current).update(vars(_renamed(current, name)))
+            vars(current).update(_renamed(vars(current), name))
         else:
             with open_dict(cfg):
                 for field, value in {"_name": name, **state.get(_FIELDS_KEY, {}).get(part, {})}.items():

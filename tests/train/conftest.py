@@ -100,7 +100,6 @@ class Commands:
             environment["PYTHONPATH"] = str(ROOT)
         else:
             environment.pop("PYTHONPATH", None)
-            environment["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"  # what stock needs on torch >= 2.6
         return subprocess.Popen(
             [sys.executable, "-m", module, *map(str, arguments)],
             env=environment,

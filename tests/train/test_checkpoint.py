@@ -5,6 +5,8 @@ import io
 import os
 import resource
 import signal
+import subprocess
+import sys
 import time
 from argparse import Namespace
 from types import SimpleNamespace
@@ -385,3 +387,18 @@ def test_no_room_leaves_the_previous_checkpoint_and_says_what_is_missing(tmp_pat
 def test_a_folder_that_vanished(tmp_path):
     with pytest.raises(CheckpointError, match=r"cannot be written: No such file or directory"):
         save(tmp_path / "gone" / "c.pt")
+
+
+def test_a_process_without_the_plugin_loads_it_with_the_protection_on(tmp_path):
+    """Flags of the model, and numpy's numbers and arrays, which evaluation with BLEU logs."""
+    state = make_state()
+    state["extra_state"]["metrics"] = {"bleu": np.float64(1.5), "counts": np.arange(4), "n": np.array(3)}
+    path = save(tmp_path / "c.pt", state)
+    program = (
+        "import sys, torch; state = torch.load(sys.argv[1]); model = state['cfg']['model'];"
+        "print(type(model).__name__, model.encoder_layers, model['arch'], state['extra_state']['metrics'])"
+    )
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("TORCH_")}
+    done = subprocess.run([sys.executable, "-c", program, path], env=environment, capture_output=True, text=True)
+    metrics = "{'bleu': 1.5, 'counts': tensor([0, 1, 2, 3]), 'n': 3}"
+    assert done.stdout.strip() == f"OrderedDict 2 transformer {metrics}", done.stderr
