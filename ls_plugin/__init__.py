@@ -27,12 +27,26 @@ def register() -> None:
 
     safe_eval.install()
     with deepspeed.left_out():
-        from ls_plugin import checkpoint, compat, criterions, distributed, faults, memory, models, ops, optim  # noqa: F401
+        from ls_plugin import (  # noqa: F401
+            checkpoint,
+            compat,
+            criterions,
+            data_files,
+            distributed,
+            faults,
+            limits,
+            memory,
+            models,
+            ops,
+            optim,
+        )
 
     checkpoint.install()
     compat.install()
+    data_files.install()
     distributed.install()
     faults.install()
+    limits.install()
     memory.install()
 
 

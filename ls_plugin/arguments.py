@@ -9,7 +9,7 @@ _PLUGIN_DIR = Path(__file__).parent
 def values(arguments: list[str], *flags: str) -> list[str]:
     """What a command line gives to a flag, as ``--flag value`` or ``--flag=value``."""
     found = []
-    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+    for argument, following in zip(arguments, [*arguments, ""][1:], strict=True):
         name, equals, attached = argument.partition("=")
         if name in flags:
             found.append(attached if equals else following)

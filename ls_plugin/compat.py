@@ -6,6 +6,7 @@
 - ``--num-batch-buckets``, ``--sample-break-mode eos`` and others: names that numpy has removed.
 - ``--encoder-layers-to-keep``, ``--decoder-layers-to-keep``: fairseq's parser makes lists where its models expect strings, and
   loading would prune the checkpoint of a pruned model once more.
+- ``--lr-scheduler polynomial_decay``: fairseq's parser does not know that ``--total-num-update`` is ``--max-update`` where it is not given.
 - ``--fp16 --cpu``: the flat fp32 copy is made on the current CUDA device, and so is the norm of gradients that overflowed.
 - ``--save-async`` is refused: it saves nothing to resume from.
 - Reading ahead: the thread that prepares batches is still at it when a run ends by ``--max-update``; it is stopped before the process
@@ -90,6 +91,8 @@ def _parse_args_and_arch(stock, parser: ArgumentParser, input_args=None, parse_k
         layers = getattr(args, f"{side}_layers_to_keep", None)
         if isinstance(layers, list):
             setattr(args, f"{side}_layers_to_keep", ",".join(map(str, layers)))
+    if getattr(args, "total_num_update", 0) is None:
+        args.total_num_update = args.max_update
     return parsed
 
 

@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import traceback
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
@@ -29,7 +29,8 @@ from ls_plugin.names import PREFIX, stock_name
 PLUGIN_DIR = Path(ls_plugin.__path__[0])  # the very spelling that fairseq compares --user-dir with
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
-_SHORT_FLAGS = {"--arch": ("-a",)}
+# Other flags that give what one asks for.
+_SAME = {"--arch": ("-a",), "--max-tokens": ("--batch-size", "--max-sentences")}
 _NO_DATASET = "Dataset not found: "
 # How the errors of fairseq begin that tell of the command line and the data; any other assertion, ValueError or bare Exception is a bug.
 _INPUT_CHECKS = (
@@ -45,6 +46,7 @@ _INPUT_CHECKS = (
     "AdaptiveLoss is not compatible with the PyTorch version of DistributedDataParallel",
     "Cannot load state dict with strict=True and checkpoint shards > 1",
     "Cannot use fp16 and AMP together",
+    "DiverseBeamSearch requires --beam to be divisible",
     "Criterion does not match; please reset the optimizer",
     "Either --max_update or --lr-period-updates must be set",
     "FullyShardedDataParallel is not compatible with",
@@ -66,23 +68,29 @@ _INPUT_CHECKS = (
 )
 
 
-def run(command: str, cli_main: Callable[[], None], required: dict[str, str] | None = None) -> None:
+def run(
+    command: str,
+    cli_main: Callable[[], None],
+    required: dict[str, str] | None = None,
+    make_parser: Callable[[], ArgumentParser] | None = None,
+) -> None:
     """Runs one of fairseq's ``cli_main`` functions on ``sys.argv``; after an error, ends the process with its status.
 
     Args:
         command: name of the console script, for messages.
         cli_main: reads ``sys.argv``; its worker function should be wrapped by :func:`check_and_run`.
         required: flags without which fairseq's parser fails in the middle of its work, and an example of a value.
+        make_parser: fairseq's parser without the flags of a task or model; tells whether a data directory is given.
     """
     set_up_logging()
     arguments = sys.argv[1:]
     try:
-        _check_required(arguments, required or {})
         # With another --user-dir both are imported: fairseq imports that one, and the worker function, which belongs to the plugin, brings
         # the plugin along wherever it is unpickled.
         if all(map(is_plugin, values(arguments, "--user-dir"))):
             check_arch(arguments)
             arguments = [*arguments, "--user-dir", str(PLUGIN_DIR)]
+        _check_required(arguments, required or {}, make_parser)
         sys.argv = [command, *arguments]
         cli_main()
     except BaseException as error:  # SystemExit and KeyboardInterrupt included: each has its status
@@ -143,18 +151,25 @@ def _what_is(path: str) -> str:
     return "is a file" if os.path.exists(path) else "does not exist"
 
 
-def _check_required(arguments: list[str], required: dict[str, str]) -> None:
-    """Raises UsageError if a flag of ``required`` is missing, unless the command line asks for help."""
+def _check_required(
+    arguments: list[str], required: dict[str, str], make_parser: Callable[[], ArgumentParser] | None
+) -> None:
+    """Raises UsageError with all of ``required`` that is missing, and with the data directory, unless the command line asks for help."""
     if {"-h", "--help"} & set(arguments):
         return
-    for flag, example in required.items():
-        if not values(arguments, flag, *_SHORT_FLAGS.get(flag, ())):
-            raise UsageError(f"{flag}: required, as in {flag} {example}")
+    missing = {flag: example for flag, example in required.items() if not values(arguments, flag, *_SAME.get(flag, ()))}
+    if not missing:
+        return
+    faults = [f"{flag}: required, as in {flag} {example}" for flag, example in missing.items()]
+    # What is left may be a value of a flag that this parser does not know, so only nothing at all means that there is no data.
+    if make_parser and all(left.startswith("-") for left in make_parser().parse_known_args(arguments)[1]):
+        faults.insert(0, "data: required, a directory written by fairseq-preprocess")
+    raise UsageError("; ".join(faults))
 
 
 def check_arch(arguments: list[str]) -> None:
     """Raises UnsupportedError for an unknown ``--arch``, with the nearest names; argparse would list all of some 200."""
-    for arch in values(arguments, "--arch", *_SHORT_FLAGS["--arch"]):
+    for arch in values(arguments, "--arch", *_SAME["--arch"]):
         if arch not in models.ARCH_MODEL_REGISTRY:
             ours = [name for name in models.ARCH_MODEL_REGISTRY if name.startswith(PREFIX)]
             near = difflib.get_close_matches(arch, [*ours, *map(stock_name, ours)], n=4, cutoff=0.5)

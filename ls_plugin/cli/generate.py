@@ -1,6 +1,7 @@
 """``lightseq-generate``: fairseq-generate with the plugin loaded."""
 
 import fairseq_cli.generate as stock
+from fairseq import options
 
 from ls_plugin.cli._fairseq_command import check_and_run, run
 
@@ -14,7 +15,8 @@ def worker_main(cfg, **kwargs):
 
 def main() -> None:
     stock.main = worker_main
-    run("lightseq-generate", stock.cli_main)
+    required = {"--path": "checkpoints/checkpoint_best.pt"}
+    run("lightseq-generate", stock.cli_main, required, options.get_generation_parser)
 
 
 if __name__ == "__main__":

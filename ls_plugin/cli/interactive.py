@@ -1,6 +1,7 @@
 """``lightseq-interactive``: fairseq-interactive with the plugin loaded."""
 
 import fairseq_cli.interactive as stock
+from fairseq import options
 
 from ls_plugin.cli._fairseq_command import check_and_run, run
 from ls_plugin.faults import install_interactive
@@ -16,7 +17,8 @@ def worker_main(cfg, **kwargs):
 def main() -> None:
     stock.main = worker_main
     install_interactive()
-    run("lightseq-interactive", stock.cli_main)
+    required = {"--path": "checkpoints/checkpoint_best.pt"}
+    run("lightseq-interactive", stock.cli_main, required, options.get_interactive_generation_parser)
 
 
 if __name__ == "__main__":

@@ -46,7 +46,8 @@ def main() -> None:
     stock.main = worker_main
     wrap(options, "get_training_parser", _parser_with_deepspeed)
     wrap(stock, "convert_namespace_to_omegaconf", _configure)
-    run("lightseq-train", stock.cli_main, required={"--arch": "ls_transformer"})
+    required = {"--arch": "ls_transformer", "--optimizer": "ls_adam", "--max-tokens": "4096"}
+    run("lightseq-train", stock.cli_main, required, options.get_training_parser)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """``lightseq-validate``: fairseq-validate with the plugin loaded."""
 
 import fairseq_cli.validate as stock
+from fairseq import options
 
 from ls_plugin.cli._fairseq_command import check_and_run, run, set_up_logging
 
@@ -15,7 +16,8 @@ def worker_main(cfg, **kwargs):
 def main() -> None:
     stock.main = worker_main
     stock.reset_logging = set_up_logging  # fairseq's has every rank print its results
-    run("lightseq-validate", stock.cli_main, required={"--task": "translation"})
+    required = {"--task": "translation", "--path": "checkpoints/checkpoint_best.pt", "--max-tokens": "4096"}
+    run("lightseq-validate", stock.cli_main, required, options.get_validation_parser)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from ls_plugin.rebinding import wrap
 
 logger = logging.getLogger(__name__)
 
-_NAME = "ls_adam"
+NAME = "ls_adam"
 _OUT_OF_MEMORY = "out of memory"  # in the message of torch's RuntimeError
 # What moves, shards or copies parameters by itself, or steps them in another way: the condition on the configuration, the flag, a remedy.
 _REFUSED = (
@@ -64,7 +64,7 @@ def install() -> None:
 
 
 def _is_asked_for(trainer: Trainer) -> bool:
-    return getattr(trainer.cfg.optimizer, "_name", None) == _NAME
+    return getattr(trainer.cfg.optimizer, "_name", None) == NAME
 
 
 def _is_ours(trainer: Trainer) -> bool:
@@ -74,11 +74,17 @@ def _is_ours(trainer: Trainer) -> bool:
 # --- building
 
 
+def refuse_unsupported(cfg) -> None:
+    """Raises UnsupportedError for what ``ls_adam`` does not work with, if the whole configuration asks for that optimizer."""
+    if getattr(cfg.optimizer, "_name", None) != NAME:
+        return
+    for is_set, flag, remedy in _REFUSED:
+        if is_set(cfg):
+            raise UnsupportedError(f"--optimizer {NAME}: {flag} is unsupported; {remedy}, or use --optimizer adam")
+
+
 def _build_optimizer(stock, self) -> None:
-    if _is_asked_for(self):
-        for is_set, flag, remedy in _REFUSED:
-            if is_set(self.cfg):
-                raise UnsupportedError(f"--optimizer {_NAME}: {flag} is unsupported; {remedy}, or use --optimizer adam")
+    refuse_unsupported(self.cfg)
     stock(self)
     if _is_ours(self):
         self.optimizer.waits_before_step = False
