@@ -9,11 +9,12 @@ from ls_plugin import ops
 from ls_plugin.models.transformer_encoder import LightSeqTransformerEncoder
 from ls_plugin.models.twins import Twin, fused_embedding, names_mean, register_twins
 from ls_plugin.modules import use_fused_modules
+from ls_plugin.modules.scripting import ScriptedAsStock
 from ls_plugin.modules.swap import WEIGHT_AND_BIAS, are_as_built, are_classes_as_built
 from ls_plugin.ops import product
 
 
-class RobertaLMHead(stock.RobertaLMHead):
+class RobertaLMHead(ScriptedAsStock, stock.RobertaLMHead):
     """Head for masked language modelling: dense, activation, layer norm, product with the embedding."""
 
     def __init__(self, embed_dim: int, output_dim: int, activation_fn: str, weight=None):
@@ -34,7 +35,7 @@ class RobertaLMHead(stock.RobertaLMHead):
         return product.linear(x, self.weight, self.bias)
 
 
-class RobertaEncoder(stock.RobertaEncoder):
+class RobertaEncoder(ScriptedAsStock, stock.RobertaEncoder):
     """RoBERTa's encoder with its head: the embedding, the layers and the head are ours."""
 
     def build_embedding(self, vocab_size: int, embedding_dim: int, padding_idx: int):

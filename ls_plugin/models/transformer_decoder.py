@@ -9,13 +9,14 @@ from ls_plugin.models.wrapping import wrap_layer
 from ls_plugin.modules import TransformerDecoderLayer, use_fused_modules
 from ls_plugin.modules.embedding import can_be_one_op, position_table
 from ls_plugin.modules.layer_node import Projection
+from ls_plugin.modules.scripting import ScriptedAsStock
 from ls_plugin.modules.stack import declare_joint_keys, run_stack
 from ls_plugin.modules.swap import WEIGHT, are_as_built, are_classes_as_built
 from ls_plugin.modules.transformer_layer import Context, can_be_nodes, knows_causal
 from ls_plugin.ops import product
 
 
-class LightSeqTransformerDecoder(TransformerDecoderBase):
+class LightSeqTransformerDecoder(ScriptedAsStock, TransformerDecoderBase):
     """fairseq's decoder on the fused layers: tokens (B, T) -> logits (B, T, V), and the attention.
 
     Attributes:

@@ -9,11 +9,12 @@ from ls_plugin.models import module_tree
 from ls_plugin.models.wrapping import wrap_layer
 from ls_plugin.modules import TransformerEncoderLayer, use_fused_modules
 from ls_plugin.modules.embedding import can_be_one_op, position_table
+from ls_plugin.modules.scripting import ScriptedAsStock
 from ls_plugin.modules.stack import run_stack
 from ls_plugin.modules.transformer_layer import Context
 
 
-class LightSeqTransformerEncoder(TransformerEncoderBase):
+class LightSeqTransformerEncoder(ScriptedAsStock, TransformerEncoderBase):
     """fairseq's encoder on the fused layers: tokens (B, T) -> {"encoder_out": [(T, B, C)], ...}.
 
     ``encoder_embedding``, which no Transformer of fairseq reads, stays empty: embedding, positions and dropout are one op.

@@ -19,6 +19,7 @@ from ls_plugin.models import module_tree
 from ls_plugin.models.unsupported import refuse_unsupported
 from ls_plugin.modules import TokenEmbedding
 from ls_plugin.modules.embedding import is_plain_embedding
+from ls_plugin.modules.scripting import ScriptedAsStock
 from ls_plugin.names import PREFIX
 
 
@@ -42,7 +43,7 @@ def register_twins(stock_model: str):
     return register
 
 
-class Twin:
+class Twin(ScriptedAsStock):
     """Mixin that stands before the fairseq model in the bases of an ``ls_`` model."""
 
     stock_model: str  # fairseq's name of the model; set when it is registered

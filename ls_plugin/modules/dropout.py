@@ -1,13 +1,15 @@
 """Dropout on the fused ops: alone, with the bias before it and the residual (and its layer norm) after it, or with the bias and the
 activation before it."""
 
+import torch
 from fairseq.modules import FairseqDropout
 from torch import Tensor, nn
 
 from ls_plugin import ops
+from ls_plugin.modules.scripting import ScriptedAsStock
 
 
-class Dropout(FairseqDropout):
+class Dropout(ScriptedAsStock, FairseqDropout):
     """fairseq's dropout, ``--retain-dropout`` included; no mask is kept in memory."""
 
     @property
@@ -16,6 +18,8 @@ class Dropout(FairseqDropout):
 
     def forward(self, x: Tensor, inplace: bool = False) -> Tensor:
         """dropout(x), (..., C); ``inplace`` is a hint of fairseq's that needs no answer."""
+        if torch._C._is_tracing():
+            return super().forward(x, inplace)
         return ops.bias_dropout_residual(x, None, None, self.p, training=self.active)
 
     def activate(self, x: Tensor, bias: Tensor | None, activation: str) -> Tensor:

@@ -8,10 +8,11 @@ from ls_plugin import ops
 from ls_plugin.errors import TokenIdError
 from ls_plugin.modules.dropout import Dropout
 from ls_plugin.modules.layer_norm import LayerNorm
+from ls_plugin.modules.scripting import ScriptedAsStock
 from ls_plugin.modules.swap import NO_PARAMETER, WEIGHT, WEIGHT_AND_BIAS, are_as_built, are_classes_as_built
 
 
-class TokenEmbedding(nn.Embedding):
+class TokenEmbedding(ScriptedAsStock, nn.Embedding):
     """``nn.Embedding`` whose "index out of range in self" says which id, and what usually causes it.
 
     The good path pays nothing: on a CPU torch's own error is translated. On a GPU torch stops the kernel with a device-side

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 
+import torch
 from fairseq.modules import (
     FairseqDropout,
     LearnedPositionalEmbedding,
@@ -84,5 +85,10 @@ def are_as_built(modules: Iterable[nn.Module | None], kinds: Mapping[type, int])
 
 
 def are_classes_as_built() -> bool:
-    """Whether no hook is on all modules, and no ``forward`` of a class that fused ops stand for was replaced."""
-    return not torch_module._has_any_global_hook() and [cls.forward for cls in _CLASSES] == _FORWARDS
+    """Whether no hook is on all modules, no ``forward`` of a class that fused ops stand for was replaced, and ``torch.jit.trace``, which records
+    operators of torch only, is not at work."""
+    return (
+        not torch_module._has_any_global_hook()
+        and not torch._C._is_tracing()
+        and [cls.forward for cls in _CLASSES] == _FORWARDS
+    )

@@ -25,6 +25,7 @@ from ls_plugin.modules.dropout import Dropout
 from ls_plugin.modules.joint import joint
 from ls_plugin.modules.layer_node import EncoderAttention, FeedForward, Run, SelfAttention, apply_layer_node
 from ls_plugin.modules.layer_norm import LayerNorm
+from ls_plugin.modules.scripting import ScriptedAsStock
 from ls_plugin.modules.swap import NO_PARAMETER, WEIGHT_AND_BIAS, are_as_built, are_classes_as_built, use_fused_modules
 from ls_plugin.ops import product
 from ls_plugin.ops.checks import product_dtype
@@ -59,7 +60,7 @@ class Context:
         self.padding_mask, self.encoder_padding_mask = _as_bool(self.padding_mask), _as_bool(self.encoder_padding_mask)
 
 
-class _FusedLayer:
+class _FusedLayer(ScriptedAsStock):
     """What encoder and decoder layers share; mixed into fairseq's layer classes."""
 
     def _set_up(self, stock_name: str, activation: str) -> None:
