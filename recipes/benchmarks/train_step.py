@@ -329,7 +329,7 @@ def ops_table(found: dict):
         add(f"{side}: kernels", of_layer, both, "kernel", goal)
         add(f"{side}: views", of_layer, both, "view")
         add(f"{side}: allocations", of_layer, both, "allocation")
-        table.add_section()
+        table.add_row()
     for phase in PHASES:
         add(f"step, {phase}: kernels", lambda kind: kind["totals"], (phase,), "kernel")
     add("step, forward and backward: kernels", lambda kind: kind["totals"], both, "kernel", goal)
