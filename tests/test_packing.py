@@ -87,7 +87,7 @@ def test_moving_between_forward_and_backward_changes_no_gradient():
     loss.backward()
     twin(x).backward()
     for p, q in zip(m.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(p.grad, q.grad)
+        torch.testing.assert_close(p.grad, q.grad)  # how a product rounds may depend on where its factors lie
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -342,6 +342,12 @@ def build_adam(m):
     return ContiguousAdam([p for p in m.parameters() if p.requires_grad], lr=0.1)
 
 
+def elementwise(m, seed):
+    """A loss of all parameters whose gradients involve no product, so that they have the same bits wherever the parameters lie."""
+    generator = torch.Generator().manual_seed(seed)
+    return sum((p * torch.randn(p.shape, generator=generator)).sum() for p in m.parameters())
+
+
 def train(m, optimizer, seeds):
     for seed in seeds:
         optimizer.zero_grad()
@@ -400,10 +406,9 @@ def test_ls_adam_updates_a_pack_like_single_parameters():
         packing.declare([p])
     pairs = [(m, build_adam(m)) for m in (packed, single)]
     for seed in range(3):
-        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))
         for m, optimizer in pairs:
             optimizer.zero_grad()
-            (m(x) if seed != 1 else m.v_proj(x).square().sum()).backward()
+            elementwise(m if seed != 1 else m.v_proj, seed).backward()
             optimizer.step()
     for p, q in zip(packed.parameters(), single.parameters(), strict=True):
         assert torch.equal(p, q)
@@ -425,8 +430,11 @@ def test_optimizer_state_moves_between_layouts(source_is_packed):
     resumed = build_adam(target)
     target.load_state_dict(source.state_dict())
     resumed.load_state_dict(saved)
-    train(source, optimizer, range(3, 6))
-    train(target, resumed, range(3, 6))
+    for m, adam in ((source, optimizer), (target, resumed)):
+        for seed in range(3, 6):
+            adam.zero_grad()
+            elementwise(m, seed).backward()
+            adam.step()
     for p, q in zip(source.parameters(), target.parameters(), strict=True):
         assert torch.equal(p, q)
     assert (packing.packed(target.weights()) is None) == source_is_packed
