@@ -89,7 +89,7 @@ def heading(quickstart: Quickstart) -> str:
     settings = quickstart.settings
     return (
         f"Bible kjv->en, Transformer 3+3 layers, C 256, {settings['precision']}, {settings['device_name']}, "
-        f"{settings['threads']} threads, seed {settings['seed']}"
+        f"{settings['threads']} thread{'s' * (settings['threads'] > 1)}, seed {settings['seed']}"
     )
 
 
