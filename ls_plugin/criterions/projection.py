@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ls_plugin import _library
 from ls_plugin.models.transformer_decoder import LightSeqTransformerDecoder
+from ls_plugin.modules.swap import are_classes_as_built
 from ls_plugin.ops.checks import product_dtype
 from ls_plugin.ops.linear_cross_entropy import block_rows
 
@@ -100,6 +101,8 @@ def reasons_against_blocks(model, report_accuracy: bool, cfg=None) -> list[str]:
         reasons.append("the output projection must have no bias")
     if "forward" in vars(projection) or any(hook not in _WATCHERS for hook in _hooks(projection, _FORWARD_HOOKS)):
         reasons.append("hooks on the output projection would not run")
+    if not are_classes_as_built():
+        reasons.append("a hook on all modules, or the patched forward of a class, would not run")
     if not _library.has_kernel(projection.weight):
         reasons.append(
             f"no compiled kernels serve its weight, {projection.weight.dtype} on {projection.weight.device.type}"

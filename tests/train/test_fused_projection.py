@@ -16,12 +16,13 @@ from fairseq.models.transformer_lm import TransformerLanguageModel, base_lm_arch
 from fairseq.nan_detector import NanDetector
 from fairseq.trainer import Trainer
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 
 from ls_plugin import ops
 from ls_plugin.criterions import CrossEntropyCriterion, LabelSmoothedCrossEntropyCriterion, token_loss
-from ls_plugin.criterions.projection import saves_memory
+from ls_plugin.criterions.projection import reasons_against_blocks, saves_memory
 from ls_plugin.errors import UnsupportedError
 from ls_plugin.models import LightSeqBARTModel, LightSeqTransformerLanguageModel, LightSeqTransformerModel
 
@@ -328,6 +329,25 @@ def test_where_it_is_impossible_auto_goes_the_other_way_and_always_says_why(call
     for act in (lambda: always(model, make_sample(model)), lambda: always.refuse_unfit(model)):
         with pytest.raises(UnsupportedError, match=rf"--fused-projection always: impossible here: .*{message}.*auto"):
             act()
+
+
+def test_hooks_on_all_modules_and_patched_classes_need_the_logits(calls, monkeypatch):
+    model, seen, forward = build(), [], nn.Linear.forward
+    criterion = make_criterion(LabelSmoothedCrossEntropyCriterion, "auto")
+    handle = register_module_forward_hook(lambda module, *_: seen.append(module))
+    try:
+        run(model, criterion)
+    finally:
+        handle.remove()
+    assert model.decoder.output_projection in seen
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: seen.append("patched") or forward(self, x))
+    run(model, criterion)
+    assert "patched" in seen
+    assert calls == ["logits", "logits"]
+    with pytest.raises(UnsupportedError, match="patched forward of a class"):
+        make_criterion(LabelSmoothedCrossEntropyCriterion, "always")(model, make_sample(model))
+    monkeypatch.undo()
+    assert not reasons_against_blocks(model, False)
 
 
 def test_accuracy_needs_the_logits(calls):
