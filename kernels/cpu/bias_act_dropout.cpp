@@ -25,14 +25,20 @@ LS_ALWAYS_INLINE Logistic logistic_of_gelu_accurate(vfloat v) {
   return {e, inverse, u2 < 0.0f ? e * inverse : inverse};
 }
 
+// Beyond +-kTail gelu and gelu_accurate are 0 or v, and their derivatives 0 or 1, to the last bit. Their formulas are taken no further out,
+// where infinity times 0 would be NaN.
+constexpr float kTail = 20.0f;
+LS_ALWAYS_INLINE vfloat at_least_tail(vfloat v) { return v < -kTail ? broadcast(-kTail) : v; }
+LS_ALWAYS_INLINE vfloat between_tails(vfloat v) { return v > kTail ? broadcast(kTail) : at_least_tail(v); }
+
 template <Activation kActivation>
 LS_ALWAYS_INLINE vfloat activate(vfloat v) {
   // Comparisons are put so that NaN stays NaN.
   if constexpr (kActivation == Activation::kRelu) return v < 0.0f ? vfloat{} : v;
   if constexpr (kActivation == Activation::kReluSquared) return v < 0.0f ? vfloat{} : v * v;
   if constexpr (kActivation == Activation::kTanh) return vtanh(v);
-  if constexpr (kActivation == Activation::kGelu) return v * normal(v).cdf;
-  if constexpr (kActivation == Activation::kGeluAccurate) return v * logistic_of_gelu_accurate(v).value;
+  if constexpr (kActivation == Activation::kGelu) return at_least_tail(v) * normal(v).cdf;
+  if constexpr (kActivation == Activation::kGeluAccurate) return at_least_tail(v) * logistic_of_gelu_accurate(v).value;
 }
 
 // act'(v), for the activations that save their input.
@@ -41,10 +47,12 @@ LS_ALWAYS_INLINE vfloat derivative(vfloat v) {
   static_assert(!saves_output(kActivation));
   if constexpr (kActivation == Activation::kReluSquared) return v < 0.0f ? vfloat{} : v + v;
   if constexpr (kActivation == Activation::kGelu) {
+    v = between_tails(v);
     const Normal n = normal(v);
     return n.cdf + v * (kInverseSqrt2Pi * n.exp);
   }
   if constexpr (kActivation == Activation::kGeluAccurate) {
+    v = between_tails(v);
     const Logistic s = logistic_of_gelu_accurate(v);
     const vfloat slope = kTwoSqrt2OverPi + 3.0f * kTwoSqrt2OverPi * kCubic * (v * v);  // of 2 u
     return s.value + v * (s.e * s.inverse * s.inverse) * slope;

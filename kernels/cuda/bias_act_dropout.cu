@@ -22,15 +22,21 @@ constexpr float kInverseSqrt2 = 0.7071067812f, kInverseSqrt2Pi = 0.3989422804f;
 constexpr float kSqrt2OverPi = 0.7978845608f,
                 kCubic = 0.044715f;  // gelu_accurate: v (1 + tanh(sqrt(2 / pi) (v + 0.044715 v^3))) / 2
 
+// Beyond +-kTail gelu and gelu_accurate are 0 or v, and their derivatives 0 or 1, to the last bit. Their formulas are taken no further out,
+// where infinity times 0 would be NaN.
+constexpr float kTail = 20.0f;
+__device__ __forceinline__ float at_least_tail(float v) { return v < -kTail ? -kTail : v; }
+__device__ __forceinline__ float between_tails(float v) { return v > kTail ? kTail : at_least_tail(v); }
+
 // Comparisons are put so that NaN stays NaN.
 template <Activation kActivation>
 __device__ __forceinline__ float activate(float v) {
   if constexpr (kActivation == Activation::kRelu) return v < 0.0f ? 0.0f : v;
   if constexpr (kActivation == Activation::kReluSquared) return v < 0.0f ? 0.0f : v * v;
   if constexpr (kActivation == Activation::kTanh) return tanhf(v);
-  if constexpr (kActivation == Activation::kGelu) return v * 0.5f * (1.0f + erff(v * kInverseSqrt2));
+  if constexpr (kActivation == Activation::kGelu) return at_least_tail(v) * 0.5f * (1.0f + erff(v * kInverseSqrt2));
   if constexpr (kActivation == Activation::kGeluAccurate)
-    return 0.5f * v * (1.0f + tanhf(kSqrt2OverPi * (v + kCubic * v * v * v)));
+    return 0.5f * at_least_tail(v) * (1.0f + tanhf(kSqrt2OverPi * (v + kCubic * v * v * v)));
 }
 
 // act'(v), for the activations that save their input.
@@ -38,9 +44,12 @@ template <Activation kActivation>
 __device__ __forceinline__ float derivative(float v) {
   static_assert(!saves_output(kActivation), "its backward starts from y");
   if constexpr (kActivation == Activation::kReluSquared) return v < 0.0f ? 0.0f : 2.0f * v;
-  if constexpr (kActivation == Activation::kGelu)
+  if constexpr (kActivation == Activation::kGelu) {
+    v = between_tails(v);
     return 0.5f * (1.0f + erff(v * kInverseSqrt2)) + v * kInverseSqrt2Pi * expf(-0.5f * v * v);
+  }
   if constexpr (kActivation == Activation::kGeluAccurate) {
+    v = between_tails(v);
     const float t = tanhf(kSqrt2OverPi * (v + kCubic * v * v * v));
     return 0.5f * (1.0f + t) + 0.5f * v * (1.0f - t * t) * kSqrt2OverPi * (1.0f + 3.0f * kCubic * v * v);
   }

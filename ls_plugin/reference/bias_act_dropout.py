@@ -8,14 +8,20 @@ from torch import Tensor
 from ls_plugin.reference.dropout import dropout
 
 
+# Beyond it both gelus are x or 0 in fp64 as well. Their formulas are taken no further out, where infinity times 0 would be NaN.
+_TAIL = 40.0
+
+
 def _gelu(x: Tensor) -> Tensor:
     """x Phi(x), Phi the distribution function of the standard normal (Hendrycks & Gimpel, 2016)."""
-    return x * 0.5 * (1.0 + torch.erf(x * math.sqrt(0.5)))
+    z = x.clamp(-_TAIL, _TAIL)
+    return torch.where(x > _TAIL, x, z * 0.5 * (1.0 + torch.erf(z * math.sqrt(0.5))))
 
 
 def _gelu_accurate(x: Tensor) -> Tensor:
     """Their approximation by tanh; fairseq's name notwithstanding."""
-    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)))
+    z = x.clamp(-_TAIL, _TAIL)
+    return torch.where(x > _TAIL, x, 0.5 * z * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (z + 0.044715 * z**3))))
 
 
 ACTIVATIONS = {
