@@ -54,18 +54,18 @@ STABLE_TORCH_LIBRARY_FRAGMENT(LS_NAMESPACE, m) {
       " bool needs_x_grad, bool needs_weight_grad) -> (Tensor loss, Tensor nll, Tensor grad_x, Tensor grad_weight)");
   m.def(
       "attention_softmax_forward(Tensor scores, Tensor? key_padding_mask, Tensor? bias, bool causal, float scale, float p,"
-      " Tensor? seed, int offset, bool needs_lse) -> (Tensor probs, Tensor lse)");
+      " Tensor? seed, int offset, bool needs_row_stats) -> (Tensor probs, Tensor row_stats)");
   m.def(
-      "attention_softmax_backward(Tensor grad_probs, Tensor saved, Tensor? lse, Tensor? key_padding_mask, Tensor? bias, bool "
+      "attention_softmax_backward(Tensor grad_probs, Tensor saved, Tensor? row_stats, Tensor? key_padding_mask, Tensor? bias, bool "
       "causal,"
       " float scale, float p, Tensor? seed, int offset) -> Tensor grad_scores");
   m.def("grad_norm(Tensor[] grads, Tensor? scale, float max_norm) -> (Tensor norm, Tensor coefficient, Tensor overflow)");
   // On the CPU only: on a GPU, ls_plugin/ops/fused_attention.py composes it of other ops.
   m.def(
       "fused_attention_forward(Tensor q, Tensor k, Tensor v, Tensor? key_padding_mask, Tensor? bias, bool causal, float scale,"
-      " float p, Tensor? seed, int offset) -> (Tensor out, Tensor lse)");
+      " float p, Tensor? seed, int offset) -> (Tensor out, Tensor row_stats)");
   m.def(
-      "fused_attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor lse, Tensor? key_padding_mask,"
+      "fused_attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor row_stats, Tensor? key_padding_mask,"
       " Tensor? bias, bool causal, float scale, float p, Tensor? seed, int offset, Tensor(a!) grad_q, Tensor(b!) grad_k,"
       " Tensor(c!) grad_v) -> ()");
   // On the CPU only: on a GPU, torch's is cuBLAS.

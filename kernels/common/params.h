@@ -184,24 +184,27 @@ struct AttentionScores {
   bool causal;
 };
 
-// probs = dropout(softmax(z)), lse = log sum exp z. A row that sees no key gives probs 0 and lse +inf. Keys that causality hides
-// are not read.
+// probs = dropout(softmax(z)). row_max is the largest z of a row and row_factor 1 / sum of exp(z - row_max), so that the backward computes
+// P as exactly as the forward did: from their one log sum exp it would lose the digits that a z of 100 has before the point. A row
+// that sees no key gives probs 0 and row_factor 0. Keys that causality hides are not read.
 struct AttentionSoftmaxForward {
   AttentionScores z;
   const void* scores;  // scalar (B, H, T, S)
   void* probs;         // scalar (B, H, T, S)
-  float* lse;          // (B, H, T) or null
+  float* row_max;      // (B, H, T) or null
+  float* row_factor;   // (B, H, T) or null
   Dropout dropout;
   DType dtype;
 };
 
 // With P = softmax(z) and g = dropout(grad_probs) by the forward's mask: grad_scores = scale * P * (g - sum(g P)), one reduction.
-// Without dropout P is the forward's output, else it is computed again as exp(z - lse).
+// Without dropout P is the forward's output, else it is computed again as exp(z - row_max) * row_factor.
 struct AttentionSoftmaxBackward {
   AttentionScores z;
   const void* grad_probs;  // scalar (B, H, T, S)
-  const void* saved;       // scalar (B, H, T, S): the scores when lse is given, else P
-  const float* lse;        // (B, H, T) or null
+  const void* saved;       // scalar (B, H, T, S): the scores when row_max is given, else P
+  const float* row_max;    // (B, H, T) or null
+  const float* row_factor;
   void* grad_scores;       // scalar (B, H, T, S), 0 where the row does not see the key
   Dropout dropout;
   DType dtype;
@@ -292,20 +295,22 @@ struct FusedAttention {
   DType dtype;
 };
 
-// lse = log sum exp of the row's scores, infinite for a row that sees no key, so that exp(score - lse) is P.
+// row_max and row_factor as in AttentionSoftmaxForward. Keys and values at padding count as zeros, whatever they hold.
 struct FusedAttentionForward : FusedAttention {
-  void* out;   // scalar (B, H, T, D)
-  float* lse;  // (B, H, T)
+  void* out;          // scalar (B, H, T, D)
+  float* row_max;     // (B, H, T)
+  float* row_factor;  // (B, H, T)
   HeadStrides out_strides;
 };
 
-// With P recomputed from lse, P~ = dropout(P), and dP = dropout(grad_out v^T) by the same mask:
+// With P recomputed from row_max and row_factor, P~ = dropout(P), and dP = dropout(grad_out v^T) by the same mask:
 //   grad_v = P~^T grad_out
 //   dS = P * (dP - sum over keys of P dP)
 //   grad_q = scale dS k,  grad_k = scale dS^T q
 struct FusedAttentionBackward : FusedAttention {
   const void* grad_out;  // scalar (B, H, T, D)
-  const float* lse;      // (B, H, T)
+  const float* row_max;  // (B, H, T)
+  const float* row_factor;
   void* grad_q;          // scalar (B, H, T, D)
   void* grad_k;          // scalar (B, H, S, D)
   void* grad_v;          // scalar (B, H, S, D)

@@ -107,15 +107,20 @@ inline void zero_hidden(scalar_t* out, const Row& row, int64_t n_keys) {
   if (row.begin + row.n < n_keys) std::fill(out + row.begin + row.n, out + n_keys, scalar_t{});
 }
 
-// One row: probs, and its log sum exp. `buffer` has n + 2 kLanes floats.
+// The largest z of a row, and 1 / sum of exp(z - max).
+struct RowStatistics {
+  float max, factor;
+};
+
+// One row: probs, and its statistics. `buffer` has n + 2 kLanes floats.
 template <typename scalar_t>
-inline float forward_row(const AttentionSoftmaxForward& a, const Row& row, float* buffer) {
+inline RowStatistics forward_row(const AttentionSoftmaxForward& a, const Row& row, float* buffer) {
   const int64_t n_keys = a.z.n_keys, first = row.index * n_keys + row.begin, n = row.n;
   const auto* x = static_cast<const scalar_t*>(a.scores) + first;
   auto* probs = static_cast<scalar_t*>(a.probs) + first;
   if (n == 0) {
     zero_hidden(probs - row.begin, row, n_keys);
-    return kInfinity;
+    return {0.0f, 0.0f};
   }
   const float max = with_masks(a.z.bias, row, [&](auto has_bias, auto has_holes) {
     const auto* bias = static_cast<const scalar_t*>(a.z.bias) + row.bias_offset;
@@ -144,7 +149,7 @@ inline float forward_row(const AttentionSoftmaxForward& a, const Row& row, float
     sums += e;
     store(buffer + i, e);
   }
-  const float sum = reduce_add(sums), factor = sum == 0.0f ? 0.0f : a.dropout.scale / sum;
+  const float sum = reduce_add(sums), inverse_sum = sum == 0.0f ? 0.0f : 1.0f / sum, factor = a.dropout.scale * inverse_sum;
   if (row.draws == nullptr) {
     for_each_vector_of_row(n, row.n_more, [=](int64_t i, auto count) { store_n(probs + i, load(buffer + i) * factor, count); });
   } else {
@@ -155,8 +160,7 @@ inline float forward_row(const AttentionSoftmaxForward& a, const Row& row, float
     });
   }
   zero_hidden(probs - row.begin, row, n_keys);
-  if (a.lse == nullptr) return 0.0f;
-  return sum == 0.0f ? kInfinity : max + std::log(sum);
+  return {max, inverse_sum};
 }
 
 // One row of grad_scores. `probs` and `grads`, n + kLanes floats each, receive P and g.
@@ -184,15 +188,15 @@ inline void backward_row(const AttentionSoftmaxBackward& a, const Row& row, floa
     return reduce_add(sums);
   };
   float sum;
-  if (a.lse == nullptr) {
+  if (a.row_max == nullptr) {
     sum = dot([=](int64_t i, auto count) { return load_n(saved + i, count); }, std::false_type{});
   } else {
-    const float lse = a.lse[row.index];
+    const float max = a.row_max[row.index], factor = a.row_factor[row.index];
     sum = with_masks(a.z.bias, row, [=, &a](auto has_bias, auto has_holes) {
       const auto* bias = static_cast<const scalar_t*>(a.z.bias) + row.bias_offset;
       const int32_t* hidden = row.hidden;
       const auto probability = [=](int64_t i, auto count) {
-        return exp_nonpositive(scaled_scores<has_bias, has_holes>(saved, bias, hidden, scale, i, count) - lse);
+        return exp_nonpositive(scaled_scores<has_bias, has_holes>(saved, bias, hidden, scale, i, count) - max) * factor;
       };
       return draws == nullptr ? dot(probability, std::false_type{}) : dot(probability, std::true_type{});
     });
@@ -210,8 +214,8 @@ void attention_softmax_forward(const AttentionSoftmaxForward& a) {
     parallel_for(0, a.z.n_rows, rows_per_thread(a.z.n_keys), [&](int64_t row_begin, int64_t row_end) {
       const std::unique_ptr<float[]> buffer(new float[a.z.n_keys + 2 * kLanes]);
       for_each_row(a.z, a.dropout, row_begin, row_end, [&](const Row& row) {
-        const float lse = forward_row<decltype(scalar)>(a, row, buffer.get());
-        if (a.lse != nullptr) a.lse[row.index] = lse;
+        const RowStatistics row_statistics = forward_row<decltype(scalar)>(a, row, buffer.get());
+        if (a.row_max != nullptr) a.row_max[row.index] = row_statistics.max, a.row_factor[row.index] = row_statistics.factor;
       });
     });
   });

@@ -6,7 +6,7 @@
 // bar is skipped where it is whole: keys before the first and after the last that a sentence has, and keys beyond a causal block.
 // Memory: q, k, v and out are touched once (forward), and q, k, v, grad_out and the gradients (backward), all at their own strides.
 //
-// The recomputation in the backward from one log-sum-exp per row is that of Dao et al., FlashAttention (2022).
+// The recomputation in the backward from a row's statistics is that of Dao et al., FlashAttention (2022).
 #include <cstddef>
 #include <limits>
 #include <memory>
@@ -79,6 +79,7 @@ inline void write_rows(const float* from, int64_t pitch, int64_t n_rows, int64_t
 struct Keys {
   int64_t begin = 0, n = 0;  // columns [begin, begin + n); begin is a multiple of kUnit, so a vector and a draw begin there
   bool has_holes = false;    // padding among them, marked in `barred`
+  const int32_t* holes = nullptr;
   static constexpr int64_t kUnit = 16;
 
   Keys(const FusedAttention& a, int64_t batch, vint* barred) : n(a.n_keys) {
@@ -94,6 +95,32 @@ struct Keys {
     auto* lanes = reinterpret_cast<int32_t*>(barred);
     for (int64_t i = 0; i < n; ++i) lanes[i] = -static_cast<int32_t>(mask[begin + i]);
     std::fill(lanes + n, lanes + round_up(n, kLanes), 0);
+    holes = lanes;
+  }
+
+  // Rows of packed keys or values that are padding become zeros: 0 times what they hold might be NaN.
+  void clear_holes(Panels rows, int64_t n_cols) const {
+    if (!has_holes) return;
+    for (int64_t i = 0; i < n; ++i) {
+      if (holes[i] == 0) continue;
+      float* to = rows.data + i * rows.row_stride;
+      for (int64_t j = 0; j < n_cols; j += kPanel, to += rows.panel_stride) std::fill(to, to + kPanel, 0.0f);
+    }
+  }
+
+  // body(begin, end, whether it is a later run) for the runs between holes of the first n_visible keys; once, with none, where there are none.
+  template <typename Body>
+  void for_each_run(int64_t n_visible, Body&& body) const {
+    if (!has_holes) return body(0, n_visible, false);
+    int64_t begin = 0, end = 0;
+    bool is_later = false;
+    while (begin < n_visible) {
+      while (begin < n_visible && holes[begin] != 0) ++begin;
+      for (end = begin; end < n_visible && holes[end] == 0;) ++end;
+      if (begin < end || !is_later) body(begin, end, is_later);
+      is_later = true, begin = end;
+    }
+    if (!is_later) body(0, 0, false);
   }
 };
 
@@ -151,6 +178,11 @@ struct Pair {
     }
     for (int64_t i = n; i % kLanes != 0; ++i) score[i] = -kInfinity;
   }
+  // Values that are read where they lie are not zero at padding.
+  void finish_grads(float* grad_p, int64_t n) const {
+    if (!keys.has_holes) return;
+    for (int64_t i = 0; i < n; i += kLanes) store(grad_p + i, barred[i / kLanes] ? vfloat{} : load(grad_p + i));
+  }
 
   // body(first row, number of rows, keys that the block sees) for blocks of nearly equal size.
   template <typename Body>
@@ -167,11 +199,12 @@ struct Pair {
 template <typename scalar_t>
 struct Factor {
   const scalar_t* data;
+  const Keys* keys;
   int64_t stride, head_dim;
   bool is_packed;
   Panels rows, transposed;  // where packed, those that are used
 
-  // c (n_rows, n_keys) = a B^T, a (n_rows, D). Forward and backward must round alike: lse is that of the scores.
+  // c (n_rows, n_keys) = a B^T, a (n_rows, D). Forward and backward must round alike: the row statistics are those of the scores.
   template <typename TileRange>
   void times_transposed(int64_t n_rows, int64_t n_keys, const float* a, int64_t lda, float* c, int64_t ldc,
                         TileRange&& range) const {
@@ -186,7 +219,9 @@ struct Factor {
     if (is_packed)
       multiply<false>(n_rows, head_dim, a, lda, rows, c, ldc, /*add=*/false, range);
     else
-      multiply_few(n_rows, head_dim, n_keys, a, lda, data, stride, c, ldc);
+      keys->for_each_run(n_keys, [&](int64_t begin, int64_t end, bool add) {
+        multiply_few(n_rows, head_dim, end - begin, a + begin, lda, data + begin * stride, stride, c, ldc, add);
+      });
   }
 };
 
@@ -215,11 +250,11 @@ inline RowSum exp_row(float* score, int64_t n, const uint16_t* draws, uint32_t t
 
 // Scores become P~, and grad_p, the product grad_out v^T, becomes dS. `p_row` is scratch of a row, used when something is dropped.
 template <bool kDrops>
-inline void backward_row(float* score, float* grad_p, int64_t n, float lse, const uint16_t* draws, const Dropout& dropout,
-                         float* p_row) {
+inline void backward_row(float* score, float* grad_p, int64_t n, float max, float factor, const uint16_t* draws,
+                         const Dropout& dropout, float* p_row) {
   vfloat dot{};
   for (int64_t i = 0; i < n; i += kLanes) {
-    const vfloat p = exp_nonpositive(load(score + i) - lse);
+    const vfloat p = exp_nonpositive(load(score + i) - max) * factor;
     vfloat g = load(grad_p + i);
     if constexpr (kDrops) {
       const vint keep = keep_lanes(draws + i, dropout.threshold);
@@ -268,13 +303,15 @@ void forward(const FusedAttentionForward& a) {
       const Pair<scalar_t> pair(a, index, barred);
       const int64_t b = pair.batch, h = pair.head, first_key = pair.keys.begin;
       const Factor<scalar_t> k{
-          at<const scalar_t>(a.k, a.k_strides, b, h, first_key), a.k_strides.row, a.head_dim, packs, {}, k_transposed};
+          at<const scalar_t>(a.k, a.k_strides, b, h, first_key), &pair.keys, a.k_strides.row, a.head_dim, packs, {}, k_transposed};
       const Factor<scalar_t> v{
-          at<const scalar_t>(a.v, a.v_strides, b, h, first_key), a.v_strides.row, a.head_dim, packs, rows, {}};
+          at<const scalar_t>(a.v, a.v_strides, b, h, first_key), &pair.keys, a.v_strides.row, a.head_dim, packs, rows, {}};
       if (packs) {
         pack_rows(k.data, k.stride, pair.keys.n, a.head_dim, 1.0f, rows);
+        pair.keys.clear_holes(rows, a.head_dim);
         transpose_panels(rows, pair.keys.n, a.head_dim, k_transposed);
         pack_rows(v.data, v.stride, pair.keys.n, a.head_dim, 1.0f, rows);
+        pair.keys.clear_holes(rows, a.head_dim);
       }
       pair.for_each_block([&](int64_t first, int64_t n_rows, int64_t n_keys) {
         pack_rows(at<const scalar_t>(a.q, a.q_strides, b, h, first), a.q_strides.row, n_rows, a.head_dim, a.scale,
@@ -288,7 +325,8 @@ void forward(const FusedAttentionForward& a) {
           const RowSum sum = exp_row<kDrops>(row, n, row_draws, a.dropout.threshold);
           zero_rest(row, n, n_keys);
           factor[i] = sum.sum == 0.0f ? 0.0f : a.dropout.scale / sum.sum;
-          a.lse[row_index] = sum.sum == 0.0f ? kInfinity : sum.max + std::log(sum.sum);
+          a.row_max[row_index] = sum.max;
+          a.row_factor[row_index] = sum.sum == 0.0f ? 0.0f : 1.0f / sum.sum;
         }
         v.times(n_rows, n_keys, scores, pitch, out, width, pair.rows_range(first, n_keys));
         write_rows(out, width, n_rows, a.head_dim, at<scalar_t>(a.out, a.out_strides, b, h, first), a.out_strides.row,
@@ -330,13 +368,15 @@ void backward(const FusedAttentionBackward& a) {
       const Pair<scalar_t> pair(a, index, barred);
       const int64_t b = pair.batch, h = pair.head, first_key = pair.keys.begin;
       const Factor<scalar_t> k{
-          at<const scalar_t>(a.k, a.k_strides, b, h, first_key), a.k_strides.row, a.head_dim, packs, rows, k_transposed};
+          at<const scalar_t>(a.k, a.k_strides, b, h, first_key), &pair.keys, a.k_strides.row, a.head_dim, packs, rows, k_transposed};
       const Factor<scalar_t> v{
-          at<const scalar_t>(a.v, a.v_strides, b, h, first_key), a.v_strides.row, a.head_dim, packs, {}, v_transposed};
+          at<const scalar_t>(a.v, a.v_strides, b, h, first_key), &pair.keys, a.v_strides.row, a.head_dim, packs, {}, v_transposed};
       if (packs) {
         pack_rows(v.data, v.stride, pair.keys.n, a.head_dim, 1.0f, rows);
+        pair.keys.clear_holes(rows, a.head_dim);
         transpose_panels(rows, pair.keys.n, a.head_dim, v_transposed);
         pack_rows(k.data, k.stride, pair.keys.n, a.head_dim, 1.0f, rows);
+        pair.keys.clear_holes(rows, a.head_dim);
         transpose_panels(rows, pair.keys.n, a.head_dim, k_transposed);
       }
       int64_t n_begun = 0;  // keys whose gradients hold a sum; a later block of a causal matrix sees more
@@ -360,7 +400,9 @@ void backward(const FusedAttentionBackward& a) {
           const int64_t n = pair.n_visible(first + i), row_index = pair.row_index(first + i);
           pair.finish_scores(score_row, n, first + i);
           const uint16_t* row_draws = kDrops && n > 0 ? draws.of(row_index, first_key, first_key + n) + first_key : nullptr;
-          backward_row<kDrops>(score_row, grad_p_row, n, a.lse[row_index], row_draws, a.dropout, p_row);
+          if (!packs) pair.finish_grads(grad_p_row, n);
+          backward_row<kDrops>(score_row, grad_p_row, n, a.row_max[row_index], a.row_factor[row_index], row_draws, a.dropout,
+                               p_row);
           zero_rest(score_row, n, n_keys);
           zero_rest(grad_p_row, n, n_keys);
         }

@@ -217,20 +217,20 @@ inline void multiply_few_by_transposed(int64_t n_rows, int64_t n_cols, int64_t n
 // kRows rows of C = A B, in tiles of kVectors vectors and what is left in narrower ones.
 template <int kRows, int kVectors, typename scalar_t>
 inline void multiply_rows(int64_t n_cols, int64_t n_k, const float* a, int64_t lda, const scalar_t* b, int64_t ldb, float* c,
-                          int64_t ldc) {
+                          int64_t ldc, bool add) {
   int64_t j = 0;
   for (; j + kVectors * kLanes <= n_cols; j += kVectors * kLanes)
-    multiply_tile<kRows, kVectors, false>(n_k, a, lda, b + j, ldb, c + j, ldc, /*add=*/false);
-  if constexpr (kVectors > 1) multiply_rows<kRows, kVectors / 2>(n_cols - j, n_k, a, lda, b + j, ldb, c + j, ldc);
+    multiply_tile<kRows, kVectors, false>(n_k, a, lda, b + j, ldb, c + j, ldc, add);
+  if constexpr (kVectors > 1) multiply_rows<kRows, kVectors / 2>(n_cols - j, n_k, a, lda, b + j, ldb, c + j, ldc, add);
 }
 
-// C = A B, A (n_rows, n_k), B (n_k, n_cols): 8 sums in flight, of one row or of two.
+// C = or += A B, A (n_rows, n_k), B (n_k, n_cols): 8 sums in flight, of one row or of two.
 template <typename scalar_t>
 inline void multiply_few(int64_t n_rows, int64_t n_cols, int64_t n_k, const float* a, int64_t lda, const scalar_t* b,
-                         int64_t ldb, float* c, int64_t ldc) {
+                         int64_t ldb, float* c, int64_t ldc, bool add) {
   int64_t i = 0;
-  for (; i + 2 <= n_rows; i += 2) multiply_rows<2, 4>(n_cols, n_k, a + i * lda, lda, b, ldb, c + i * ldc, ldc);
-  if (i < n_rows) multiply_rows<1, 8>(n_cols, n_k, a + i * lda, lda, b, ldb, c + i * ldc, ldc);
+  for (; i + 2 <= n_rows; i += 2) multiply_rows<2, 4>(n_cols, n_k, a + i * lda, lda, b, ldb, c + i * ldc, ldc, add);
+  if (i < n_rows) multiply_rows<1, 8>(n_cols, n_k, a + i * lda, lda, b, ldb, c + i * ldc, ldc, add);
 }
 
 }  // namespace ls::cpu::LS_ISA

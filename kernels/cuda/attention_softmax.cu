@@ -1,10 +1,11 @@
 // The softmax of attention: scale, padding, causality, bias, softmax and dropout in one pass, and its backward.
 //
-//   scores, probs, grad_probs, grad_scores (B, H, T, S), bias by strides, in fp32, fp16 or bf16; padding (B, S) bool; lse (B, H, T)
-//   fp32; computed in fp32 and rounded once. A row is one (b, h, t); the maths is in common/params.h.
-//   forward   probs = dropout(P), P = softmax(z), z = scale * scores + bias, -inf where hidden; lse = log sum exp z
+//   scores, probs, grad_probs, grad_scores (B, H, T, S), bias by strides, in fp32, fp16 or bf16; padding (B, S) bool; row_max and
+//   row_factor (B, H, T) fp32; computed in fp32 and rounded once. A row is one (b, h, t); the maths is in common/params.h.
+//   forward   probs = dropout(P), P = softmax(z), z = scale * scores + bias, -inf where hidden; row_max = max z,
+//             row_factor = 1 / sum of exp(z - row_max)
 //   backward  grad_scores = scale * P * (g - sum(g P)), g = dropout(grad_probs)                          one reduction
-//             P is the saved output, or exp(z - lse) from the saved scores: with dropout the output is not P, and neither P nor
+//             P is the saved output, or exp(z - row_max) * row_factor from the saved scores: with dropout the output is not P, and neither P nor
 //             the mask is stored
 // All outputs are overwritten (=). What causality hides is written as 0 and not read, but for the rest of a vector on the diagonal.
 //
@@ -159,7 +160,13 @@ __device__ __forceinline__ void store_probs(const AttentionSoftmaxForward& a, co
 
 // Maxima start at -FLT_MAX, not -inf: where all keys are hidden, exp(-inf - max) is then 0, and so is the sum.
 __device__ __forceinline__ float inverse_sum(float sum) { return sum == 0.0f ? 0.0f : 1.0f / sum; }
-__device__ __forceinline__ float log_sum_exp(float max, float sum) { return sum == 0.0f ? INFINITY : max + logf(sum); }
+
+struct RowStatistics {
+  float max, factor;
+};
+__device__ __forceinline__ RowStatistics load_statistics(const AttentionSoftmaxBackward& a, int64_t row) {
+  return a.row_max != nullptr && row < a.z.n_rows ? RowStatistics{a.row_max[row], a.row_factor[row]} : RowStatistics{};
+}
 
 template <typename scalar_t, int kWidth, int kGroups, bool kBlock>
 __global__ void __launch_bounds__(kBlock ? kBlockThreads : kTeamThreads)
@@ -182,8 +189,8 @@ __global__ void __launch_bounds__(kBlock ? kBlockThreads : kTeamThreads)
   sum = team.reduce(Sum{sum});
 
   if (team.row >= a.z.n_rows) return;
-  if (a.lse != nullptr && team.lane == 0) a.lse[team.row] = log_sum_exp(max, sum);
   const float factor = inverse_sum(sum);
+  if (a.row_max != nullptr && team.lane == 0) a.row_max[team.row] = max, a.row_factor[team.row] = factor;
   const uint64_t seed = dropout_seed(a.dropout);
 #pragma unroll
   for (int k = 0; k < kGroups; ++k)
@@ -209,8 +216,8 @@ __global__ void __launch_bounds__(kBlockThreads) attention_softmax_forward_long_
   const float max = team.reduce(Max{own_max});
   sum = team.reduce(Sum{sum * exponential<scalar_t>(own_max - max)});
 
-  if (a.lse != nullptr && team.lane == 0) a.lse[team.row] = log_sum_exp(max, sum);
   const float factor = inverse_sum(sum);
+  if (a.row_max != nullptr && team.lane == 0) a.row_max[team.row] = max, a.row_factor[team.row] = factor;
   const uint64_t seed = dropout_seed(a.dropout);
   for (int64_t col = team.lane * kGroup; col < row.n_keys; col += kBlockThreads * kGroup) {
     float z[kGroup];
@@ -226,7 +233,7 @@ template <int kWidth, typename scalar_t>
 __device__ __forceinline__ void load_backward(const AttentionSoftmaxBackward& a, const Row<scalar_t>& row, int64_t col,
                                               float (&p)[kGroup], float (&g)[kGroup]) {
   load_group<kWidth>(static_cast<const scalar_t*>(a.grad_probs) + row.offset + col, row.n_visible - col, g);
-  if (a.lse != nullptr)
+  if (a.row_max != nullptr)
     load_z<kWidth>(a.z, row, a.saved, col, p);
   else  // 0 wherever the forward hid the key
     load_group<kWidth>(static_cast<const scalar_t*>(a.saved) + row.offset + col, row.n_visible - col, p);
@@ -235,10 +242,10 @@ __device__ __forceinline__ void load_backward(const AttentionSoftmaxBackward& a,
 // P and g from them. Gives their part of sum(g P). The gradient of a key without probability is not looked at.
 template <typename scalar_t>
 __device__ __forceinline__ float to_terms(const AttentionSoftmaxBackward& a, const Row<scalar_t>& row, int64_t row_index,
-                                          float lse, uint64_t seed, int64_t col, float (&p)[kGroup], float (&g)[kGroup]) {
-  if (a.lse != nullptr) {
+                                          RowStatistics statistics, uint64_t seed, int64_t col, float (&p)[kGroup], float (&g)[kGroup]) {
+  if (a.row_max != nullptr) {
 #pragma unroll
-    for (int i = 0; i < kGroup; ++i) p[i] = exponential<scalar_t>(p[i] - lse);
+    for (int i = 0; i < kGroup; ++i) p[i] = exponential<scalar_t>(p[i] - statistics.max) * statistics.factor;
   }
 #pragma unroll
   for (int i = 0; i < kGroup; ++i) g[i] = p[i] == 0.0f ? 0.0f : g[i];
@@ -265,14 +272,14 @@ __global__ void __launch_bounds__(kBlock ? kBlockThreads : kTeamThreads)
   const Team<kBlock> team(log2_lanes);
   const Row<scalar_t> row(a.z, team.row);
   const bool valid = team.row < a.z.n_rows;
-  const float lse = a.lse != nullptr && valid ? a.lse[team.row] : 0.0f;
+  const RowStatistics statistics = load_statistics(a, team.row);
   const uint64_t seed = dropout_seed(a.dropout);
   float p[kGroups][kGroup], g[kGroups][kGroup], sum = 0.0f;
 #pragma unroll
   for (int k = 0; k < kGroups; ++k) load_backward<kWidth>(a, row, (k * team.n_lanes + team.lane) * kGroup, p[k], g[k]);
 #pragma unroll
   for (int k = 0; k < kGroups; ++k)
-    sum += to_terms(a, row, team.row, lse, seed, (k * team.n_lanes + team.lane) * kGroup, p[k], g[k]);
+    sum += to_terms(a, row, team.row, statistics, seed, (k * team.n_lanes + team.lane) * kGroup, p[k], g[k]);
   sum = team.reduce(Sum{sum});
   if (!valid) return;
 #pragma unroll
@@ -283,19 +290,19 @@ template <typename scalar_t, int kWidth>
 __global__ void __launch_bounds__(kBlockThreads) attention_softmax_backward_long_kernel(const AttentionSoftmaxBackward a) {
   const Team<true> team(0);
   const Row<scalar_t> row(a.z, team.row);
-  const float lse = a.lse != nullptr ? a.lse[team.row] : 0.0f;
+  const RowStatistics statistics = load_statistics(a, team.row);
   const uint64_t seed = dropout_seed(a.dropout);
   float sum = 0.0f;
   for (int64_t col = team.lane * kGroup; col < row.n_visible; col += kBlockThreads * kGroup) {
     float p[kGroup], g[kGroup];
     load_backward<kWidth>(a, row, col, p, g);
-    sum += to_terms(a, row, team.row, lse, seed, col, p, g);
+    sum += to_terms(a, row, team.row, statistics, seed, col, p, g);
   }
   sum = team.reduce(Sum{sum});
   for (int64_t col = team.lane * kGroup; col < row.n_keys; col += kBlockThreads * kGroup) {
     float p[kGroup], g[kGroup];
     load_backward<kWidth>(a, row, col, p, g);
-    to_terms(a, row, team.row, lse, seed, col, p, g);
+    to_terms(a, row, team.row, statistics, seed, col, p, g);
     store_grad_scores<kWidth>(a, row, col, sum, p, g);
   }
 }

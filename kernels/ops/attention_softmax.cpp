@@ -38,23 +38,23 @@ AttentionScores attention_scores(const char* op, const char* name, const Tensor&
 
 std::tuple<Tensor, Tensor> attention_softmax_forward(const Tensor& scores, const OptionalTensor& key_padding_mask,
                                                      const OptionalTensor& bias, bool causal, double scale, double p,
-                                                     const OptionalTensor& seed, int64_t offset, bool needs_lse) {
+                                                     const OptionalTensor& seed, int64_t offset, bool needs_row_stats) {
   const char* op = "attention_softmax";
   AttentionSoftmaxForward a{};
   a.dtype = dtype_of(op, "scores", scores);
   a.z = attention_scores(op, "scores", scores, key_padding_mask, bias, causal, scale);
   a.dropout = make_dropout(op, p, seed, offset, scores);
   Tensor probs = new_like(scores);
-  Tensor lse = needs_lse ? new_empty(scores, {scores.size(0), scores.size(1), scores.size(2)}, ScalarType::Float)
-                         : new_empty(scores, {0}, ScalarType::Float);
+  Tensor row_stats = needs_row_stats ? new_empty(scores, {2, scores.size(0), scores.size(1), scores.size(2)}, ScalarType::Float)
+                                     : new_empty(scores, {0}, ScalarType::Float);
   a.scores = in(scores, "scores");
   a.probs = out(probs, "probs");
-  if (needs_lse) a.lse = out<float>(lse, "lse");
+  if (needs_row_stats) a.row_max = out<float>(row_stats, "row_stats"), a.row_factor = a.row_max + a.z.n_rows;
   if (scores.numel() > 0) LS_RUN(attention_softmax_forward, a, scores);
-  return {probs, lse};
+  return {probs, row_stats};
 }
 
-Tensor attention_softmax_backward(const Tensor& grad_probs, const Tensor& saved, const OptionalTensor& lse,
+Tensor attention_softmax_backward(const Tensor& grad_probs, const Tensor& saved, const OptionalTensor& row_stats,
                                   const OptionalTensor& key_padding_mask, const OptionalTensor& bias, bool causal, double scale,
                                   double p, const OptionalTensor& seed, int64_t offset) {
   const char* op = "attention_softmax_backward";
@@ -63,14 +63,14 @@ Tensor attention_softmax_backward(const Tensor& grad_probs, const Tensor& saved,
   a.z = attention_scores(op, "saved", saved, key_padding_mask, bias, causal, scale);
   a.dropout = make_dropout(op, p, seed, offset, saved);
   check_like(op, "grad_probs", grad_probs, "saved", saved);
-  LS_CHECK(p == 0.0 || lse.has_value(), op, ": p = ", p, " needs lse and, in saved, the scores; got lse None");
-  if (lse) {
-    LS_CHECK(lse->numel() == a.z.n_rows, op, ": lse must have one element per row, ", a.z.n_rows, ", got shape ",
-             shape_of(*lse), "; call the forward with needs_lse");
-    check_dtype(op, "lse", *lse, ScalarType::Float);
-    check_device(op, "lse", *lse, saved);
-    check_contiguous(op, "lse", *lse);
-    a.lse = in<float>(*lse, "lse");
+  LS_CHECK(p == 0.0 || row_stats.has_value(), op, ": p = ", p, " needs row_stats and, in saved, the scores; got row_stats None");
+  if (row_stats) {
+    LS_CHECK(row_stats->numel() == 2 * a.z.n_rows, op, ": row_stats must have two elements per row, ", 2 * a.z.n_rows,
+             ", got shape ", shape_of(*row_stats), "; call the forward with needs_row_stats");
+    check_dtype(op, "row_stats", *row_stats, ScalarType::Float);
+    check_device(op, "row_stats", *row_stats, saved);
+    check_contiguous(op, "row_stats", *row_stats);
+    a.row_max = in<float>(*row_stats, "row_stats"), a.row_factor = a.row_max + a.z.n_rows;
   }
   Tensor grad_scores = new_like(saved);
   a.grad_probs = in(grad_probs, "grad_probs"), a.saved = in(saved, "saved");

@@ -13,11 +13,11 @@ Activation activation_of(const char* op, int64_t code) {
 
 }  // namespace
 
-Tensor bias_act_dropout_forward(const Tensor& x, const OptionalTensor& bias, int64_t activation, double p,
+Tensor bias_act_dropout_forward(const Tensor& x, const OptionalTensor& any_bias, int64_t activation, double p,
                                 const OptionalTensor& seed, int64_t offset) {
   const char* op = "bias_act_dropout";
   const Matrix m = as_matrix(op, "x", x);
-  if (bias) check_row_vector(op, "bias", *bias, x);
+  const OptionalTensor bias = row_vector(op, "bias", any_bias, x);
   BiasActDropoutForward a{};
   a.activation = activation_of(op, activation);
   a.dtype = dtype_of(op, "x", x);
@@ -30,13 +30,13 @@ Tensor bias_act_dropout_forward(const Tensor& x, const OptionalTensor& bias, int
   return y;
 }
 
-std::tuple<Tensor, Tensor> bias_act_dropout_backward(const Tensor& grad_y, const Tensor& saved, const OptionalTensor& bias,
+std::tuple<Tensor, Tensor> bias_act_dropout_backward(const Tensor& grad_y, const Tensor& saved, const OptionalTensor& any_bias,
                                                      int64_t activation, double p, const OptionalTensor& seed, int64_t offset,
                                                      bool needs_bias_grad) {
   const char* op = "bias_act_dropout_backward";
   const Matrix m = as_matrix(op, "grad_y", grad_y);
   check_like(op, "saved", saved, "grad_y", grad_y);
-  if (bias) check_row_vector(op, "bias", *bias, grad_y);
+  const OptionalTensor bias = row_vector(op, "bias", any_bias, grad_y);
   BiasActDropoutBackward a{};
   a.activation = activation_of(op, activation);
   a.dtype = dtype_of(op, "grad_y", grad_y);

@@ -4,11 +4,11 @@
 
 namespace ls {
 
-Tensor bias_dropout_residual_forward(const Tensor& x, const OptionalTensor& bias, const OptionalTensor& residual, double p,
+Tensor bias_dropout_residual_forward(const Tensor& x, const OptionalTensor& any_bias, const OptionalTensor& residual, double p,
                                      const OptionalTensor& seed, int64_t offset) {
   const char* op = "bias_dropout_residual";
   const Matrix m = as_matrix(op, "x", x);
-  if (bias) check_row_vector(op, "bias", *bias, x);
+  const OptionalTensor bias = row_vector(op, "bias", any_bias, x);
   if (residual) check_like(op, "residual", *residual, "x", x);
   BiasDropoutResidualForward a{};
   a.dtype = dtype_of(op, "x", x);

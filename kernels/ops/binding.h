@@ -77,18 +77,27 @@ inline void check_dtype(const char* op, const char* name, const Tensor& t, Scala
            torch::headeronly::toString(t.scalar_type()));
 }
 
+inline int32_t device_type(const Tensor& t) {
+  int32_t type = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(t.get(), &type));
+  return type;
+}
+
+// A tensor on meta does not come here: with one among its arguments, torch calls the fake kernel, which refuses it (ls_plugin/ops/checks.py).
 inline void check_device(const char* op, const char* name, const Tensor& t, const Tensor& reference) {
-  LS_CHECK(t.is_cpu() == reference.is_cpu() && t.get_device_index() == reference.get_device_index(), op, ": ", name,
+  LS_CHECK(device_type(t) == device_type(reference) && t.get_device_index() == reference.get_device_index(), op, ": ", name,
            " lies on another device than the first argument; move it with .to()");
 }
 
-// `t` is (C,) with C = x.size(-1), on x's device and in x's dtype, contiguous.
-inline void check_row_vector(const char* op, const char* name, const Tensor& t, const Tensor& x) {
+// `t` is None or (C,) with C = x.size(-1), on x's device and in x's dtype. Contiguous, it comes back as it is, else as a copy: it is small.
+inline std::optional<Tensor> row_vector(const char* op, const char* name, const std::optional<Tensor>& t, const Tensor& x) {
+  if (!t) return t;
   const int64_t n_cols = x.size(x.dim() - 1);
-  LS_CHECK(t.dim() == 1 && t.size(0) == n_cols, op, ": ", name, " must have shape (C,) = (", n_cols, ",), got ", shape_of(t));
-  check_dtype(op, name, t, x.scalar_type());
-  check_device(op, name, t, x);
-  check_contiguous(op, name, t);
+  LS_CHECK(t->dim() == 1 && t->size(0) == n_cols, op, ": ", name, " must have shape (C,) = (", n_cols, ",), got ",
+           shape_of(*t));
+  check_dtype(op, name, *t, x.scalar_type());
+  check_device(op, name, *t, x);
+  return t->is_contiguous() ? *t : torch::stable::contiguous(*t);
 }
 
 inline void check_same_shape(const char* op, const char* name, const Tensor& t, const char* x_name, const Tensor& x) {
@@ -179,12 +188,10 @@ T* out(const Tensor& t, const char* name) {
 // operator up by name and calls it boxed, some 3 us each where an op of a small batch takes 10 in all.
 inline Tensor empty_strided(const Tensor& like, const int64_t* shape, const int64_t* strides, int64_t n_dims,
                             ScalarType dtype) {
-  int32_t device_type = 0;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
   AtenTensorHandle handle = nullptr;
   const auto dtype_code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
   STABLE_TORCH_ERROR_CODE_CHECK(
-      aoti_torch_empty_strided(n_dims, shape, strides, dtype_code, device_type, like.get_device_index(), &handle));
+      aoti_torch_empty_strided(n_dims, shape, strides, dtype_code, device_type(like), like.get_device_index(), &handle));
   return Tensor(handle);
 }
 constexpr int64_t kMaxDims = 64;  // torch's own limit

@@ -22,7 +22,7 @@ HeadStrides check_heads(const char* name, const Tensor& t, const Tensor& q, cons
       kOp, ": ", name, " must have shape ", shape_of_heads(q, rows), ", got ", shape_of(t));
   check_dtype(kOp, name, t, q.scalar_type());
   check_device(kOp, name, t, q);
-  LS_CHECK(t.stride(3) == 1 || t.size(3) <= 1, kOp, ": ", name, " must have stride 1 in its last dimension, got ", t.stride(3),
+  LS_CHECK(t.stride(3) == 1 || t.size(3) <= 1 || t.numel() == 0, kOp, ": ", name, " must have stride 1 in its last dimension, got ", t.stride(3),
            "; call .contiguous()");
   return {t.stride(0), t.stride(1), t.stride(2)};
 }
@@ -35,7 +35,7 @@ HeadStrides check_bias(const Tensor& bias, const Tensor& q, const Tensor& k) {
            "), got ", shape_of(bias), "; call .expand()");
   check_dtype(kOp, "bias", bias, q.scalar_type());
   check_device(kOp, "bias", bias, q);
-  LS_CHECK(bias.stride(3) == 1 || bias.size(3) <= 1, kOp, ": bias must have stride 1 in its last dimension, got ",
+  LS_CHECK(bias.stride(3) == 1 || bias.size(3) <= 1 || bias.numel() == 0, kOp, ": bias must have stride 1 in its last dimension, got ",
            bias.stride(3));
   return {bias.stride(0), bias.stride(1), bias.stride(2)};
 }
@@ -86,30 +86,32 @@ std::tuple<Tensor, Tensor> fused_attention_forward(const Tensor& q, const Tensor
                                                    int64_t offset) {
   FusedAttentionForward a{};
   set_inputs(a, q, k, v, key_padding_mask, bias, causal, scale, p, seed, offset);
-  Tensor out = new_in_order_of(q), lse = new_empty(q, {a.n_batch, a.n_heads, a.n_rows}, ScalarType::Float);
+  Tensor out = new_in_order_of(q), row_stats = new_empty(q, {2, a.n_batch, a.n_heads, a.n_rows}, ScalarType::Float);
   a.out = out.mutable_data_ptr(), a.out_strides = {out.stride(0), out.stride(1), out.stride(2)};
-  a.lse = static_cast<float*>(lse.mutable_data_ptr());
-  cpu::fused_attention_forward(a);
-  return {out, lse};
+  a.row_max = static_cast<float*>(row_stats.mutable_data_ptr()), a.row_factor = a.row_max + row_stats.numel() / 2;
+  if (a.head_dim > 0) cpu::fused_attention_forward(a);
+  return {out, row_stats};
 }
 
-void fused_attention_backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& lse,
+void fused_attention_backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& row_stats,
                               const OptionalTensor& key_padding_mask, const OptionalTensor& bias, bool causal, double scale,
                               double p, const OptionalTensor& seed, int64_t offset, const Tensor& grad_q, const Tensor& grad_k,
                               const Tensor& grad_v) {
   FusedAttentionBackward a{};
   set_inputs(a, q, k, v, key_padding_mask, bias, causal, scale, p, seed, offset);
   a.grad_out_strides = check_heads("grad_out", grad_out, q, q);
-  check_dtype(kOp, "lse", lse, ScalarType::Float);
-  check_contiguous(kOp, "lse", lse);
-  LS_CHECK(lse.numel() == a.n_batch * a.n_heads * a.n_rows, kOp, ": lse must have shape (B, H, T) = (", a.n_batch, ", ",
-           a.n_heads, ", ", a.n_rows, "), got ", shape_of(lse));
+  check_dtype(kOp, "row_stats", row_stats, ScalarType::Float);
+  check_device(kOp, "row_stats", row_stats, q);
+  check_contiguous(kOp, "row_stats", row_stats);
+  LS_CHECK(row_stats.numel() == 2 * a.n_batch * a.n_heads * a.n_rows, kOp, ": row_stats must have shape (2, B, H, T) = (2, ",
+           a.n_batch, ", ", a.n_heads, ", ", a.n_rows, "), got ", shape_of(row_stats));
   a.grad_q_strides = check_heads("grad_q", grad_q, q, q);
   a.grad_k_strides = check_heads("grad_k", grad_k, q, k);
   a.grad_v_strides = check_heads("grad_v", grad_v, q, k);
-  a.grad_out = grad_out.const_data_ptr(), a.lse = static_cast<const float*>(lse.const_data_ptr());
+  a.grad_out = grad_out.const_data_ptr(), a.row_max = static_cast<const float*>(row_stats.const_data_ptr());
+  a.row_factor = a.row_max + row_stats.numel() / 2;
   a.grad_q = grad_q.mutable_data_ptr(), a.grad_k = grad_k.mutable_data_ptr(), a.grad_v = grad_v.mutable_data_ptr();
-  cpu::fused_attention_backward(a);
+  if (a.head_dim > 0) cpu::fused_attention_backward(a);
 }
 
 }  // namespace ls

@@ -4,12 +4,12 @@
 
 namespace ls {
 
-std::tuple<Tensor, Tensor, Tensor> layer_norm_forward(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
+std::tuple<Tensor, Tensor, Tensor> layer_norm_forward(const Tensor& x, const OptionalTensor& any_weight, const OptionalTensor& any_bias,
                                                       double eps) {
   const char* op = "layer_norm";
   const Matrix m = as_matrix(op, "x", x);
-  if (weight) check_row_vector(op, "weight", *weight, x);
-  if (bias) check_row_vector(op, "bias", *bias, x);
+  const OptionalTensor weight = row_vector(op, "weight", any_weight, x);
+  const OptionalTensor bias = row_vector(op, "bias", any_bias, x);
   LayerNormForward a{};
   a.dtype = dtype_of(op, "x", x);
   Tensor y = new_like(x);
@@ -21,13 +21,13 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_forward(const Tensor& x, const Opt
   return {y, mean, rstd};
 }
 
-std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& grad_y, const Tensor& x, const OptionalTensor& weight,
+std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& grad_y, const Tensor& x, const OptionalTensor& any_weight,
                                                        const Tensor& mean, const Tensor& rstd, bool needs_weight_grad,
                                                        bool needs_bias_grad) {
   const char* op = "layer_norm_backward";
   const Matrix m = as_matrix(op, "x", x);
   check_like(op, "grad_y", grad_y, "x", x);
-  if (weight) check_row_vector(op, "weight", *weight, x);
+  const OptionalTensor weight = row_vector(op, "weight", any_weight, x);
   check_row_statistic(op, "mean", mean, m.n_rows, x);
   check_row_statistic(op, "rstd", rstd, m.n_rows, x);
   LayerNormBackward a{};

@@ -54,8 +54,8 @@ void label_smoothed_cross_entropy_backward(const Tensor& grad, const Tensor& gra
 
 std::tuple<Tensor, Tensor> attention_softmax_forward(const Tensor& scores, const OptionalTensor& key_padding_mask,
                                                      const OptionalTensor& bias, bool causal, double scale, double p,
-                                                     const OptionalTensor& seed, int64_t offset, bool needs_lse);
-Tensor attention_softmax_backward(const Tensor& grad_probs, const Tensor& saved, const OptionalTensor& lse,
+                                                     const OptionalTensor& seed, int64_t offset, bool needs_row_stats);
+Tensor attention_softmax_backward(const Tensor& grad_probs, const Tensor& saved, const OptionalTensor& row_stats,
                                   const OptionalTensor& key_padding_mask, const OptionalTensor& bias, bool causal, double scale,
                                   double p, const OptionalTensor& seed, int64_t offset);
 
@@ -65,7 +65,7 @@ std::tuple<Tensor, Tensor> fused_attention_forward(const Tensor& q, const Tensor
                                                    const OptionalTensor& key_padding_mask, const OptionalTensor& bias,
                                                    bool causal, double scale, double p, const OptionalTensor& seed,
                                                    int64_t offset);
-void fused_attention_backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& lse,
+void fused_attention_backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& row_stats,
                               const OptionalTensor& key_padding_mask, const OptionalTensor& bias, bool causal, double scale,
                               double p, const OptionalTensor& seed, int64_t offset, const Tensor& grad_q, const Tensor& grad_k,
                               const Tensor& grad_v);

@@ -14,7 +14,7 @@ void check_matrix(const char* name, const Tensor& t, int64_t n_rows, int64_t n_c
 
 }  // namespace
 
-void product(const Tensor& a, const Tensor& b, const OptionalTensor& bias, const Tensor& out, double alpha, bool add) {
+void product(const Tensor& a, const Tensor& b, const OptionalTensor& any_bias, const Tensor& out, double alpha, bool add) {
   LS_CHECK(a.dim() == 2 && b.dim() == 2, kOp, ": a and b must have shapes (N, K) and (K, M), got ", shape_of(a), " and ",
            shape_of(b));
   Product p{};
@@ -26,7 +26,7 @@ void product(const Tensor& a, const Tensor& b, const OptionalTensor& bias, const
   LS_CHECK(p.out_dtype == p.dtype || p.out_dtype == DType::kFloat32, kOp, ": out must be of a's dtype or float32, got ",
            torch::headeronly::toString(out.scalar_type()));
   LS_CHECK(out.stride(1) == 1 || p.n_cols <= 1, kOp, ": out must have stride 1 in its last dimension, got ", out.stride(1));
-  if (bias) check_row_vector(kOp, "bias", *bias, b);
+  const OptionalTensor bias = row_vector(kOp, "bias", any_bias, b);
   p.a = in_strided(a, "a"), p.b = in_strided(b, "b"), p.bias = in(bias, "bias"), p.out = out.mutable_data_ptr();
   p.a_row_stride = a.stride(0), p.a_k_stride = a.stride(1), p.b_k_stride = b.stride(0), p.b_col_stride = b.stride(1);
   p.out_row_stride = out.stride(0);

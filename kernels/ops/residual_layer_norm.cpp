@@ -4,17 +4,17 @@
 
 namespace ls {
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> residual_layer_norm_forward(const Tensor& x, const OptionalTensor& bias,
+std::tuple<Tensor, Tensor, Tensor, Tensor> residual_layer_norm_forward(const Tensor& x, const OptionalTensor& any_bias,
                                                                        const OptionalTensor& residual,
-                                                                       const OptionalTensor& weight,
-                                                                       const OptionalTensor& norm_bias, double p,
+                                                                       const OptionalTensor& any_weight,
+                                                                       const OptionalTensor& any_norm_bias, double p,
                                                                        const OptionalTensor& seed, int64_t offset, double eps) {
   const char* op = "residual_layer_norm";
   const Matrix m = as_matrix(op, "x", x);
-  if (bias) check_row_vector(op, "bias", *bias, x);
+  const OptionalTensor bias = row_vector(op, "bias", any_bias, x);
   if (residual) check_like(op, "residual", *residual, "x", x);
-  if (weight) check_row_vector(op, "weight", *weight, x);
-  if (norm_bias) check_row_vector(op, "norm_bias", *norm_bias, x);
+  const OptionalTensor weight = row_vector(op, "weight", any_weight, x);
+  const OptionalTensor norm_bias = row_vector(op, "norm_bias", any_norm_bias, x);
   ResidualLayerNormForward a{};
   a.dropout = make_dropout(op, p, seed, offset, x);
   a.norm.dtype = dtype_of(op, "x", x);
@@ -30,14 +30,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> residual_layer_norm_forward(const Ten
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> residual_layer_norm_backward(
-    const OptionalTensor& grad_sum, const Tensor& grad_y, const Tensor& sum, const OptionalTensor& weight, const Tensor& mean,
+    const OptionalTensor& grad_sum, const Tensor& grad_y, const Tensor& sum, const OptionalTensor& any_weight, const Tensor& mean,
     const Tensor& rstd, double p, const OptionalTensor& seed, int64_t offset, bool needs_x_grad, bool needs_residual_grad,
     bool needs_bias_grad, bool needs_weight_grad, bool needs_norm_bias_grad) {
   const char* op = "residual_layer_norm_backward";
   const Matrix m = as_matrix(op, "sum", sum);
   check_like(op, "grad_y", grad_y, "sum", sum);
   if (grad_sum) check_like(op, "grad_sum", *grad_sum, "sum", sum);
-  if (weight) check_row_vector(op, "weight", *weight, sum);
+  const OptionalTensor weight = row_vector(op, "weight", any_weight, sum);
   check_row_statistic(op, "mean", mean, m.n_rows, sum);
   check_row_statistic(op, "rstd", rstd, m.n_rows, sum);
   ResidualLayerNormBackward a{};

@@ -106,7 +106,9 @@ def position_table(module: nn.Module | None, length: int, like: Tensor) -> Tenso
     if isinstance(module, LearnedPositionalEmbedding):
         return module.weight
     n_positions = module.padding_idx + 1 + length
-    if module.weights is None or module.weights.size(0) < n_positions:
+    weights = module.weights
+    was_on_meta = weights is not None and weights.is_meta and not like.is_meta  # it has no values
+    if weights is None or was_on_meta or weights.size(0) < n_positions:
         module.weights = module.get_embedding(n_positions, module.embedding_dim, module.padding_idx)
     if module.weights.dtype != like.dtype or module.weights.device != like.device:
         module.weights = module.weights.to(like)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ls_plugin import _library, reference
-from ls_plugin.ops.checks import check, check_same_shape
+from ls_plugin.ops.checks import check, check_devices, check_floating, check_same_shape, not_a_tensor, register_fake
 
 _OP = "adam_step"
 _HALF = (torch.float16, torch.bfloat16)
@@ -49,6 +49,9 @@ def adam_step(
     """
     if step < 1:
         raise ValueError(f"{_OP}: step counts from 1, got {step}")
+    for name, t in (("param", param), ("grad", grad), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
+        if not isinstance(t, Tensor):
+            raise not_a_tensor(_OP, name, t)
     for changed in (param, exp_avg, exp_avg_sq, param_copy, param_low, grad if zero_grad else None):
         # A node that saved one of them must refuse to run backward with the new values.
         if changed is not None:
@@ -59,6 +62,17 @@ def adam_step(
             *buffers, grad_scale, overflow, lr, beta1, beta2, eps, weight_decay, step, zero_grad
         )
         return
+    check_devices(
+        _OP,
+        param=param,
+        grad=grad,
+        exp_avg=exp_avg,
+        exp_avg_sq=exp_avg_sq,
+        param_copy=param_copy,
+        param_low=param_low,
+        grad_scale=grad_scale,
+        overflow=overflow,
+    )
     _check(*buffers, grad_scale, overflow, beta1, beta2)
     reference.adam_step(
         param,
@@ -100,6 +114,8 @@ def _step_fake(
 
 
 def _check(param, grad, exp_avg, exp_avg_sq, param_copy, param_low, grad_scale, overflow, beta1, beta2):
+    check_floating(_OP, "param", param)
+    check_floating(_OP, "grad", grad)
     buffers = {"grad": grad, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
     buffers |= {"param_copy": param_copy, "param_low": param_low}
     for name, buffer in buffers.items():
@@ -135,4 +151,4 @@ def _check(param, grad, exp_avg, exp_avg_sq, param_copy, param_low, grad_scale, 
 
 def register(namespace: str) -> None:
     """The fake kernel for one build of the library."""
-    torch.library.register_fake(f"{namespace}::adam_step", _step_fake)
+    register_fake(f"{namespace}::adam_step", _step_fake)

@@ -6,7 +6,16 @@ from torch import Tensor
 from ls_plugin import _library, reference
 from ls_plugin.ops.autograd import DifferentiableOp
 from ls_plugin.ops.bias_dropout_residual import bias_dropout_residual
-from ls_plugin.ops.checks import check_matrix, check_probability, check_row_vector, check_same_shape
+from ls_plugin.ops.checks import (
+    check_devices,
+    check_floating,
+    check_matrix,
+    check_probability,
+    check_row_vector,
+    check_same_shape,
+    not_a_tensor,
+    register_fake,
+)
 from ls_plugin.ops.rng import draw_seed, rank_offset
 from ls_plugin.reference.bias_act_dropout import ACTIVATIONS
 
@@ -35,7 +44,11 @@ def bias_act_dropout(x: Tensor, bias: Tensor | None, activation: str, p: float, 
     if activation not in ACTIVATIONS:
         raise ValueError(f"{_OP}: activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
     check_probability(_OP, p)
+    if not isinstance(x, Tensor):
+        raise not_a_tensor(_OP, "x", x)
     if bias is not None:
+        if not bias.is_floating_point():
+            check_floating(_OP, "bias", bias)
         bias = bias.to(x.dtype)
     if activation == "linear":
         return bias_dropout_residual(x, bias, None, p, training)
@@ -43,6 +56,7 @@ def bias_act_dropout(x: Tensor, bias: Tensor | None, activation: str, p: float, 
     seed = draw_seed(x.device) if p > 0.0 else None
     offset = rank_offset()
     if not _library.has_kernel(x):
+        check_devices(_OP, x=x, bias=bias)
         _check(x, bias)
         return reference.bias_act_dropout(x, bias, activation, p, seed, offset)
     return _forward(x.contiguous(), bias, ACTIVATION_CODES[activation], p, seed, offset)
@@ -85,6 +99,6 @@ _forward = DifferentiableOp(_OP, _setup_context, _backward)
 
 def register(namespace: str) -> None:
     """Fake kernels and autograd for one build of the library."""
-    torch.library.register_fake(f"{namespace}::bias_act_dropout_forward", _forward_fake)
-    torch.library.register_fake(f"{namespace}::bias_act_dropout_backward", _backward_fake)
+    register_fake(f"{namespace}::bias_act_dropout_forward", _forward_fake)
+    register_fake(f"{namespace}::bias_act_dropout_backward", _backward_fake)
     _forward.register(namespace)

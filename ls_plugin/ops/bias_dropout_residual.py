@@ -6,10 +6,13 @@ from torch import Tensor
 from ls_plugin import _library, reference
 from ls_plugin.ops.autograd import DifferentiableOp
 from ls_plugin.ops.checks import (
+    check_devices,
     check_matrix,
     check_probability,
     check_row_vector,
     check_same_shape,
+    not_a_tensor,
+    register_fake,
     to_common_dtype,
 )
 from ls_plugin.ops.rng import draw_seed, rank_offset
@@ -34,12 +37,15 @@ def bias_dropout_residual(
     """
     check_probability(_OP, p)
     p = p if training else 0.0
+    if not isinstance(x, Tensor):
+        raise not_a_tensor(_OP, "x", x)
     if p == 0.0 and bias is None and residual is None:
         return x
-    x, bias, residual = to_common_dtype(x, bias, residual)
+    x, bias, residual = to_common_dtype(_OP, "x", x, bias, residual)
     seed = draw_seed(x.device) if p > 0.0 else None
     offset = rank_offset()
     if not _library.has_kernel(x):
+        check_devices(_OP, x=x, bias=bias, residual=residual)
         _check(x, bias, residual)
         return reference.bias_dropout_residual(x, bias, residual, p, seed, offset)
     residual = residual if residual is None else residual.contiguous()
@@ -90,6 +96,6 @@ _forward = DifferentiableOp(_OP, _setup_context, _backward)
 
 def register(namespace: str) -> None:
     """Fake kernels and autograd for one build of the library."""
-    torch.library.register_fake(f"{namespace}::bias_dropout_residual_forward", _forward_fake)
-    torch.library.register_fake(f"{namespace}::bias_dropout_residual_backward", _backward_fake)
+    register_fake(f"{namespace}::bias_dropout_residual_forward", _forward_fake)
+    register_fake(f"{namespace}::bias_dropout_residual_backward", _backward_fake)
     _forward.register(namespace)

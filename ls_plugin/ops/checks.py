@@ -1,6 +1,7 @@
 """Shape checks of the fake kernels and of the reference path, in the words of the bindings (``kernels/ops/binding.h``)."""
 
 import functools
+import inspect
 from collections.abc import Callable
 
 import torch
@@ -11,6 +12,48 @@ from torch import Tensor
 def check(condition: bool, message: Callable[[], str]) -> None:
     """Raises RuntimeError with the message unless the condition holds; works on symbolic sizes."""
     torch._check(condition, message)
+
+
+def not_a_tensor(op: str, name: str, value) -> TypeError:
+    """The error of an argument that must be a tensor and is none."""
+    return TypeError(f"{op}: {name} must be a tensor, got {'None' if value is None else type(value).__name__}")
+
+
+def check_devices(op: str, **tensors) -> None:
+    """All tensors, and those of a list, lie on the device of the first; a seed may lie on the CPU.
+
+    Raises:
+        RuntimeError: one does not.
+    """
+    first_name = device = None
+    for name, value in tensors.items():
+        for t in value if isinstance(value, list | tuple) else (value,):
+            if not isinstance(t, Tensor) or (name == "seed" and t.device.type == "cpu"):
+                continue
+            if device is None:
+                first_name, device = name, t.device
+            elif t.device != device:
+                raise RuntimeError(
+                    f"{op}: {name} must lie on the device of {first_name}, {device}, got {t.device}; "
+                    "move it with .to(), or give it values if it is left on meta"
+                )
+
+
+def register_fake(name: str, fake: Callable) -> None:
+    """``torch.library.register_fake``, with :func:`check_devices` before it.
+
+    torch calls the fake kernel, and no other, as soon as one tensor lies on meta. So this is where one meta tensor among others is refused,
+    and a call whose tensors all lie elsewhere pays nothing for it.
+    """
+    op = name.split("::")[1].removesuffix("_forward")
+    parameters = inspect.signature(fake).parameters
+
+    @functools.wraps(fake)
+    def checked(*args, **kwargs):
+        check_devices(op, **dict(zip(parameters, args, strict=False)), **kwargs)
+        return fake(*args, **kwargs)
+
+    torch.library.register_fake(name, checked)
 
 
 def check_probability(op: str, p: float) -> None:
@@ -59,15 +102,24 @@ def check_vocabulary(op: str, target: Tensor, n_classes: int, ignore_index: int)
         )
 
 
-def to_common_dtype(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+def to_common_dtype(op: str, name: str, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """The tensors in the dtype that torch would compute them in: under autocast a bf16 product meets an fp32 residual, and the sum is
-    fp32. Tensors of one dtype come back as they are."""
-    first = next(t.dtype for t in tensors if t is not None)
+    fp32. Tensors of one dtype come back as they are.
+
+    Raises:
+        TypeError: the first, which is called ``name``, is no tensor.  RuntimeError: dtypes differ, and one is not floating.
+    """
+    if not isinstance(tensors[0], Tensor):
+        raise not_a_tensor(op, name, tensors[0])
+    first = tensors[0].dtype
     for t in tensors:
         if t is not None and t.dtype is not first:
             break
     else:
         return tensors
+    for t in tensors:
+        if t is not None and not t.is_floating_point():
+            raise RuntimeError(f"{op}: tensors must be floating, got {t.dtype} beside {name} of {first}")
     dtype = functools.reduce(torch.promote_types, [t.dtype for t in tensors if t is not None])
     return tuple(None if t is None else t.to(dtype) for t in tensors)
 

@@ -6,7 +6,15 @@ from torch import Tensor
 from ls_plugin import _library, host, packing, reference
 from ls_plugin.ops.autograd import DifferentiableOp, fills_grads
 from ls_plugin.ops.bias_dropout_residual import bias_dropout_residual
-from ls_plugin.ops.checks import check, check_floating, check_probability, to_common_dtype
+from ls_plugin.ops.checks import (
+    check,
+    check_devices,
+    check_floating,
+    check_probability,
+    not_a_tensor,
+    register_fake,
+    to_common_dtype,
+)
 from ls_plugin.ops.layer_norm import layer_norm as apply_layer_norm
 from ls_plugin.ops.rng import draw_seed, rank_offset
 
@@ -56,16 +64,20 @@ def embedding(
     if layer_norm is not None:
         x = embedding(tokens, weight, positions, padding_idx, scale)
         return bias_dropout_residual(apply_layer_norm(x, *layer_norm), None, None, p)
-    weight, positions = to_common_dtype(weight, positions)
+    if not isinstance(tokens, Tensor):
+        raise not_a_tensor(_OP, "tokens", tokens)
+    weight, positions = to_common_dtype(_OP, "weight", weight, positions)
     seed = draw_seed(weight.device) if p > 0.0 else None
     offset = rank_offset()
     if not _library.has_kernel(weight):
+        check_devices(_OP, weight=weight, tokens=tokens, positions=positions)
         _check(tokens, weight, positions, padding_idx)
         _check_values(tokens, weight.shape[0], positions, padding_idx)
         return reference.embedding(tokens, weight, positions, padding_idx, scale, p, seed, offset)
-    _check_padding_idx(
-        padding_idx, weight.shape[0]
-    )  # the kernels' own word for None is -1, which nn.Embedding takes for V - 1
+    if weight.dim() != 2:
+        _check(tokens, weight, positions, padding_idx)
+    # the kernels' own word for None is -1, which nn.Embedding takes for V - 1
+    _check_padding_idx(padding_idx, weight.shape[0])
     positions = positions if positions is None else positions.contiguous()
     return _forward(tokens.contiguous(), weight.contiguous(), positions, padding_idx, scale, p, seed, offset)
 
@@ -192,6 +204,6 @@ _forward = DifferentiableOp(_OP, _setup_context, _backward)
 
 def register(namespace: str) -> None:
     """Fake kernels and autograd for one build of the library."""
-    torch.library.register_fake(f"{namespace}::embedding_forward", _forward_fake)
-    torch.library.register_fake(f"{namespace}::embedding_backward", _backward_fake)
+    register_fake(f"{namespace}::embedding_forward", _forward_fake)
+    register_fake(f"{namespace}::embedding_backward", _backward_fake)
     _forward.register(namespace)

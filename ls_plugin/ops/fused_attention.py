@@ -9,7 +9,14 @@ from torch import Tensor
 from ls_plugin import _library, reference
 from ls_plugin.ops.attention_softmax import attention_softmax
 from ls_plugin.ops.autograd import DifferentiableOp
-from ls_plugin.ops.checks import check_probability, expand_bias, to_common_dtype
+from ls_plugin.ops.checks import (
+    check_devices,
+    check_probability,
+    expand_bias,
+    not_a_tensor,
+    register_fake,
+    to_common_dtype,
+)
 from ls_plugin.ops.rng import draw_seed, rank_offset
 
 _OP = "fused_attention"
@@ -41,7 +48,9 @@ def fused_attention(
     Args:
         q: (B, H, T, D), fp32, fp16 or bf16 (others run the reference).  k, v: (B, H, S, D). Any strides, without a copy if the last is 1:
             a projection (T, B, H * D) is passed as ``x.view(T, B, H, D).permute(1, 2, 0, 3)``. Promoted to one dtype if they differ.
-        key_padding_mask: bool (B, S), true at padding, or None.
+        key_padding_mask: bool (B, S), true at padding, or None. A padded key contributes nothing, whatever it and its value hold, NaN
+            among it, and its gradients are 0. NaN at any other key may reach every query of its sentence, those from which causality or a
+            bias of -inf hides it among them.
         bias: floating, broadcastable to (B, H, T, S), may hold -inf; or None. It is rounded to q's dtype; it gets no gradient.
         causal: query t sees the keys s <= t + (S - T) only.
         scale: of the scores; None for D ** -0.5.
@@ -51,9 +60,9 @@ def fused_attention(
     Returns:
         (B, H, T, D) in q's dtype; 0 in the rows that see no key. From the CPU kernel its dimensions lie in memory in q's order, so that
         ``out.permute(2, 0, 1, 3).reshape(T, B, H * D)`` is a view for q as above; gradients have the order of their own inputs.
-    Saves for backward: q, k, v, key_padding_mask and bias as given (if they had to be neither expanded nor cast), 4 bytes a row (log
-        sum exp) and, with dropout, an 8-byte seed; no scores, no mask. The three steps save the probabilities as well, and with dropout the
-        scores.
+    Saves for backward: q, k, v, key_padding_mask and bias as given (if they had to be neither expanded nor cast), 8 bytes a row (maximum
+        and 1 / sum of the exponentials) and, with dropout, an 8-byte seed; no scores, no mask. The three steps save the probabilities as
+        well, and with dropout the scores.
     Raises:
         ValueError: p outside [0, 1], a bias that requires a gradient, or an unknown route.
         RuntimeError: a shape, dtype or device does not fit.
@@ -66,11 +75,15 @@ def fused_attention(
             f"{_OP}: bias must not require a gradient, which is not computed; use attention_softmax for a learned bias"
         )
     p = p if training else 0.0
-    q, k, v = to_common_dtype(q, k, v)
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(t, Tensor):
+            raise not_a_tensor(_OP, name, t)
+    q, k, v = to_common_dtype(_OP, "q", q, k, v)
     _check(q, k, v, key_padding_mask)
     bias = None if bias is None else expand_bias(_OP, bias, (*q.shape[:3], k.shape[2]), q.dtype)
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    scale = max(q.shape[-1], 1) ** -0.5 if scale is None else float(scale)
     if not _library.has_kernel(q):
+        check_devices(_OP, q=q, k=k, v=v, key_padding_mask=key_padding_mask, bias=bias)
         seed = draw_seed(q.device) if p > 0.0 else None
         return reference.fused_attention(q, k, v, key_padding_mask, bias, causal, scale, p, seed, rank_offset())
     if route is None and not _library.runs_cuda_kernels(q):
@@ -84,6 +97,8 @@ def fused_attention(
     if route == "sdpa":
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
     if route == "three_steps":
+        if key_padding_mask is not None:
+            k, v = (t.masked_fill(key_padding_mask[:, None, :, None], 0.0) for t in (k, v))
         q, options = _scaled_before_product(q, (key_padding_mask, bias, causal, scale, p))
         return attention_softmax(q @ k.transpose(-1, -2), *options) @ v
     seed = draw_seed(q.device) if p > 0.0 else None
@@ -106,6 +121,8 @@ def attention_forward(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """:func:`fused_attention` below autograd, for a node that has its own: by the kernel on the CPU, in three steps on a GPU.
 
+    On a GPU keys and values at padding must be finite, as a layer's are unless its input is not: clearing them would be a pass over both.
+
     Args:
         q, k, v, key_padding_mask, bias: as the kernel takes them: q, k and v in one dtype that it knows, their last stride 1; a
             contiguous mask; a bias of q's dtype expanded to (B, H, T, S), its last stride 1.
@@ -116,14 +133,14 @@ def attention_forward(
     """
     kernels, options = _library.kernels(), (key_padding_mask, bias, causal, scale, p, seed, offset)
     if not _library.runs_cuda_kernels(q):
-        out, lse = kernels.fused_attention_forward.default(q, k, v, *options)
-        return out, (lse,)
+        out, row_stats = kernels.fused_attention_forward.default(q, k, v, *options)
+        return out, (row_stats,)
     q, options = _scaled_before_product(q, options)
     scores = torch.matmul(q, k.transpose(-1, -2))
-    probs, lse = kernels.attention_softmax_forward.default(scores, *options, p > 0.0)
+    probs, row_stats = kernels.attention_softmax_forward.default(scores, *options, p > 0.0)
     out = torch.empty_like(q)
     _multiply_into(out, probs, v)
-    return out, (probs,) if p == 0.0 else (probs, scores, lse)
+    return out, (probs,) if p == 0.0 else (probs, scores, row_stats)
 
 
 def attention_backward(
@@ -154,12 +171,12 @@ def attention_backward(
     if not _library.runs_cuda_kernels(q):
         kernels.fused_attention_backward.default(grad_out, q, k, v, *saved, *options, *grads)
         return
-    probs, scores, lse = saved if len(saved) == 3 else (*saved, None, None)
+    probs, scores, row_stats = saved if len(saved) == 3 else (*saved, None, None)
     grad_q, grad_k, grad_v = grads
     scaled_q, options = _scaled_before_product(q, options)
     _multiply_into(grad_v, probs.transpose(-1, -2), grad_out)
     grad_scores = kernels.attention_softmax_backward.default(
-        torch.matmul(grad_out, v.transpose(-1, -2)), probs if scores is None else scores, lse, *options
+        torch.matmul(grad_out, v.transpose(-1, -2)), probs if scores is None else scores, row_stats, *options
     )
     _multiply_into(grad_q, grad_scores, k)
     if scaled_q is not q:
@@ -277,11 +294,11 @@ def _new_in_order_of(t):
 
 def _forward_fake(q, k, v, key_padding_mask, bias, causal, scale, p, seed, offset):
     _check(q, k, v, key_padding_mask)
-    return _new_in_order_of(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    return _new_in_order_of(q), q.new_empty((2, *q.shape[:3]), dtype=torch.float32)
 
 
 def _backward_fake(
-    grad_out, q, k, v, lse, key_padding_mask, bias, causal, scale, p, seed, offset, grad_q, grad_k, grad_v
+    grad_out, q, k, v, row_stats, key_padding_mask, bias, causal, scale, p, seed, offset, grad_q, grad_k, grad_v
 ):
     _check(q, k, v, key_padding_mask)
     for name, grad, t in (("grad_q", grad_q, q), ("grad_k", grad_k, k), ("grad_v", grad_v, v)):
@@ -295,21 +312,21 @@ def _backward_fake(
 
 def _setup_context(ctx, inputs, output):
     q, k, v, key_padding_mask, bias, ctx.causal, ctx.scale, ctx.p, seed, ctx.offset = inputs
-    _, lse = output
-    ctx.mark_non_differentiable(lse)
+    _, row_stats = output
+    ctx.mark_non_differentiable(row_stats)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, lse, key_padding_mask, bias, seed)
+    ctx.save_for_backward(q, k, v, row_stats, key_padding_mask, bias, seed)
 
 
 def _backward(ctx, grad_out, _grad_lse):
     grads = (None, None, None)
     if grad_out is not None:
-        q, k, v, lse, key_padding_mask, bias, seed = ctx.saved_tensors
+        q, k, v, row_stats, key_padding_mask, bias, seed = ctx.saved_tensors
         if grad_out.stride(-1) != 1:  # as that of out.sum(): one element, repeated
             grad_out = grad_out.contiguous()
         grads = tuple(map(torch.empty_like, (q, k, v)))  # their dimensions in the order of q, k and v, without gaps
         _library.kernels().fused_attention_backward.default(
-            grad_out, q, k, v, lse, key_padding_mask, bias, ctx.causal, ctx.scale, ctx.p, seed, ctx.offset, *grads
+            grad_out, q, k, v, row_stats, key_padding_mask, bias, ctx.causal, ctx.scale, ctx.p, seed, ctx.offset, *grads
         )
     grads = (grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad[:3], strict=True))
     return *grads, None, None, None, None, None, None, None
@@ -320,6 +337,6 @@ _forward = DifferentiableOp(_OP, _setup_context, _backward)
 
 def register(namespace: str) -> None:
     """Fake kernels and autograd for one build of the library."""
-    torch.library.register_fake(f"{namespace}::fused_attention_forward", _forward_fake)
-    torch.library.register_fake(f"{namespace}::fused_attention_backward", _backward_fake)
+    register_fake(f"{namespace}::fused_attention_forward", _forward_fake)
+    register_fake(f"{namespace}::fused_attention_backward", _backward_fake)
     _forward.register(namespace)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ls_plugin import _library, reference
-from ls_plugin.ops.checks import check
+from ls_plugin.ops.checks import check, check_devices, check_floating, not_a_tensor, register_fake
 
 _OP = "grad_norm"
 
@@ -31,11 +31,17 @@ def grad_norm(
     Raises:
         ValueError: no gradients.  RuntimeError: a dtype, layout or device does not fit.
     """
+    if grads is None:
+        raise not_a_tensor(_OP, "each of grads", grads)
     grads = list(grads)
     if not grads:
         raise ValueError(f"{_OP}: grads must hold at least one tensor, got none")
+    for grad in grads:
+        if not isinstance(grad, Tensor):
+            raise not_a_tensor(_OP, "each of grads", grad)
     if all(_library.has_kernel(grad) for grad in grads):
         return _library.kernels().grad_norm.default(grads, scale, max_norm)
+    check_devices(_OP, grads=grads, scale=scale)
     _check(grads, scale)
     return reference.grad_norm(grads, scale, max_norm)
 
@@ -47,10 +53,11 @@ def _fake(grads, scale, max_norm):
 
 
 def _check(grads, scale):
-    check(all(grad.device == grads[0].device for grad in grads), lambda: f"{_OP}: grads must lie on one device")
+    for grad in grads:
+        check_floating(_OP, "each of grads", grad)
     check(scale is None or scale.numel() == 1, lambda: f"{_OP}: scale must have one element, got {tuple(scale.shape)}")
 
 
 def register(namespace: str) -> None:
     """The fake kernel for one build of the library."""
-    torch.library.register_fake(f"{namespace}::grad_norm", _fake)
+    register_fake(f"{namespace}::grad_norm", _fake)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ls_plugin import _library, reference
 from ls_plugin.ops.autograd import differentiable_once
-from ls_plugin.ops.checks import check, check_vocabulary
+from ls_plugin.ops.checks import check, check_devices, check_floating, check_vocabulary, not_a_tensor, register_fake
 
 _OP = "label_smoothed_cross_entropy"
 
@@ -37,6 +37,9 @@ def label_smoothed_cross_entropy(
     """
     if not 0.0 <= epsilon <= 1.0:
         raise ValueError(f"{_OP}: epsilon must lie in [0, 1], got {epsilon}")
+    for name, t in (("logits", logits), ("target", target)):
+        if not isinstance(t, Tensor):
+            raise not_a_tensor(_OP, name, t)
     if logits.dim() == 0 or logits.shape[:-1] != target.shape:
         raise RuntimeError(
             f"{_OP}: target must have logits' leading shape {tuple(logits.shape[:-1])}, got {tuple(target.shape)}"
@@ -50,6 +53,7 @@ def label_smoothed_cross_entropy(
     if _library.has_kernel(logits):
         loss, nll = _LabelSmoothedCrossEntropy.apply(logits, target, epsilon, ignore_index, inplace, grad_enabled)
     else:
+        check_devices(_OP, logits=logits, target=target)
         _check(logits, target)
         check_vocabulary(_OP, target, logits.shape[1], ignore_index)
         loss, nll = reference.label_smoothed_cross_entropy(logits, target, epsilon, ignore_index)
@@ -100,6 +104,7 @@ class _LabelSmoothedCrossEntropy(torch.autograd.Function):
 
 def _check(logits, target):
     check(logits.dim() == 2, lambda: f"{_OP}: logits must have shape (N, V), got {tuple(logits.shape)}")
+    check_floating(_OP, "logits", logits)
     rows = logits.shape[0]
     check(
         target.dim() == 1 and target.shape[0] == rows,
@@ -123,5 +128,5 @@ def _backward_fake(grad, grad_loss, factor):
 
 def register(namespace: str) -> None:
     """Fake kernels for one build of the library; autograd is :class:`_LabelSmoothedCrossEntropy`."""
-    torch.library.register_fake(f"{namespace}::{_OP}_forward", _forward_fake)
-    torch.library.register_fake(f"{namespace}::{_OP}_backward", _backward_fake)
+    register_fake(f"{namespace}::{_OP}_forward", _forward_fake)
+    register_fake(f"{namespace}::{_OP}_backward", _backward_fake)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ls_plugin import _library, reference
 from ls_plugin.ops.autograd import DifferentiableOp
-from ls_plugin.ops.checks import check_matrix, check_row_vector, to_common_dtype
+from ls_plugin.ops.checks import check_devices, check_matrix, check_row_vector, register_fake, to_common_dtype
 
 _OP = "layer_norm"
 
@@ -22,8 +22,9 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     Raises:
         RuntimeError: a shape, dtype or device does not fit.
     """
-    x, weight, bias = to_common_dtype(x, weight, bias)
+    x, weight, bias = to_common_dtype(_OP, "x", x, weight, bias)
     if not _library.has_kernel(x):
+        check_devices(_OP, x=x, weight=weight, bias=bias)
         _check(x, weight, bias)
         return reference.layer_norm(x, weight, bias, eps)
     return _forward(x.contiguous(), weight, bias, eps)[0]
@@ -75,6 +76,6 @@ _forward = DifferentiableOp(_OP, _setup_context, _backward)
 
 def register(namespace: str) -> None:
     """Fake kernels and autograd for one build of the library."""
-    torch.library.register_fake(f"{namespace}::layer_norm_forward", _forward_fake)
-    torch.library.register_fake(f"{namespace}::layer_norm_backward", _backward_fake)
+    register_fake(f"{namespace}::layer_norm_forward", _forward_fake)
+    register_fake(f"{namespace}::layer_norm_backward", _backward_fake)
     _forward.register(namespace)

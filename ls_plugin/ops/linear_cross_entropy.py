@@ -10,7 +10,16 @@ from torch import Tensor
 from ls_plugin import _library, reference
 from ls_plugin.ops import product
 from ls_plugin.ops.autograd import differentiable_once
-from ls_plugin.ops.checks import check, check_floating, check_vocabulary, product_dtype, to_common_dtype
+from ls_plugin.ops.checks import (
+    check,
+    check_devices,
+    check_floating,
+    check_vocabulary,
+    not_a_tensor,
+    product_dtype,
+    register_fake,
+    to_common_dtype,
+)
 
 _OP = "linear_cross_entropy"
 
@@ -50,6 +59,9 @@ def linear_cross_entropy(
         raise ValueError(f"{_OP}: epsilon must lie in [0, 1], got {epsilon}")
     if reduction not in ("sum", "none"):
         raise ValueError(f"{_OP}: reduction must be sum or none, got {reduction}")
+    for name, t in (("x", x), ("weight", weight), ("target", target)):
+        if not isinstance(t, Tensor):
+            raise not_a_tensor(_OP, name, t)
     if x.dim() == 0 or x.shape[:-1] != target.shape:
         raise RuntimeError(
             f"{_OP}: target must have x's leading shape {tuple(x.shape[:-1])}, got {tuple(target.shape)}"
@@ -57,10 +69,11 @@ def linear_cross_entropy(
     dtype = product_dtype(x)
     if dtype is not None:
         x, weight = x.to(dtype), weight.to(dtype)
-    x, weight = to_common_dtype(x, weight)
+    x, weight = to_common_dtype(_OP, "x", x, weight)
     shape = target.shape
     x, target = x.reshape(target.numel(), x.shape[-1]), target.reshape(-1).contiguous()
     if not _library.has_kernel(x):
+        check_devices(_OP, x=x, weight=weight, target=target)
         _check(x, weight, target)
         check_vocabulary(_OP, target, weight.shape[0], ignore_index)
         loss, nll = reference.linear_cross_entropy(x, weight, target, epsilon, ignore_index)
@@ -76,7 +89,7 @@ def linear_cross_entropy(
 
 def block_rows(n_classes: int) -> int:
     """Rows of the logits that are in memory at once: by the sizes alone, so that equal inputs give equal bits."""
-    return max(_MIN_BLOCK_ROWS, _BLOCK_ELEMENTS // n_classes)
+    return max(_MIN_BLOCK_ROWS, _BLOCK_ELEMENTS // max(n_classes, 1))
 
 
 class _Sum(torch.autograd.Function):
@@ -251,4 +264,4 @@ def register(namespace: str) -> None:
         return linear_cross_entropy_forward(getattr(torch.ops, namespace), *args)
 
     torch.library.impl(f"{namespace}::{_OP}_forward", ("cpu", "cuda"), forward)
-    torch.library.register_fake(f"{namespace}::{_OP}_forward", _forward_fake)
+    register_fake(f"{namespace}::{_OP}_forward", _forward_fake)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ls_plugin import _library, routes
-from ls_plugin.ops.checks import check, check_floating, product_dtype
+from ls_plugin.ops.checks import check, check_devices, check_floating, product_dtype, register_fake
 
 _OP = "product"
 # fp32 maps of fewer multiply-adds stay torch's: 10 to 20 us, less than is to be had there by a choice that takes as long. A beam's single steps.
@@ -23,7 +23,13 @@ _LEAST_WORTH = 1 << 20
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``torch.nn.functional.linear``.  x (..., K), weight (M, K), bias (M,) -> (..., M)"""
+    """``torch.nn.functional.linear``.  x (..., K), weight (M, K), bias (M,) -> (..., M)
+
+    Raises:
+        RuntimeError: one of them lies on another device, meta among them: torch's product would give what memory holds.
+    """
+    if weight.is_meta and not x.is_meta:
+        check_devices("linear", x=x, weight=weight)
     if x.dim() >= 2 and x.numel() > 0 and _is_ours(x, weight) and _is_worth_a_choice(x, weight) and _is_only_a_value(x):
         y = _by_choice(x.reshape(-1, x.shape[-1]), weight.t(), None, bias, False, 1.0)
         return y.view(*x.shape[:-1], weight.shape[0])
@@ -41,6 +47,8 @@ def mm(
         a: (N, K) and b: (K, M), one dtype, each contiguous or the transpose of a contiguous matrix.
         out: (N, M), a's dtype or, on a CPU, fp32, rows contiguous. It is written and returned; None: a new one.  bias: (M,), a's dtype.
     """
+    if b.is_meta and not a.is_meta:
+        check_devices(_OP, a=a, b=b)
     return (_by_choice if _is_ours(a, b) else _by_torch)(a, b, out, bias, add, alpha)
 
 
@@ -180,4 +188,4 @@ def _fake(a, b, bias, out, alpha, add) -> None:
 def register(namespace: str) -> None:
     """The fake kernel; CUDA builds for the tests have no such op."""
     if namespace == "ls":
-        torch.library.register_fake(f"{namespace}::{_OP}", _fake)
+        register_fake(f"{namespace}::{_OP}", _fake)

@@ -5,7 +5,15 @@ from torch import Tensor
 
 from ls_plugin import _library, reference
 from ls_plugin.ops.autograd import DifferentiableOp
-from ls_plugin.ops.checks import check_matrix, check_probability, check_row_vector, check_same_shape, to_common_dtype
+from ls_plugin.ops.checks import (
+    check_devices,
+    check_matrix,
+    check_probability,
+    check_row_vector,
+    check_same_shape,
+    register_fake,
+    to_common_dtype,
+)
 from ls_plugin.ops.rng import draw_seed, rank_offset
 
 _OP = "residual_layer_norm"
@@ -39,10 +47,11 @@ def residual_layer_norm(
     """
     check_probability(_OP, p)
     p = p if training else 0.0
-    x, bias, residual, weight, norm_bias = to_common_dtype(x, bias, residual, weight, norm_bias)
+    x, bias, residual, weight, norm_bias = to_common_dtype(_OP, "x", x, bias, residual, weight, norm_bias)
     seed = draw_seed(x.device) if p > 0.0 else None
     offset = rank_offset()
     if not _library.has_kernel(x):
+        check_devices(_OP, x=x, bias=bias, residual=residual, weight=weight, norm_bias=norm_bias)
         _check(x, bias, residual, weight, norm_bias)
         return reference.residual_layer_norm(x, bias, residual, weight, norm_bias, p, seed, offset, eps)
     residual = residual if residual is None else residual.contiguous()
@@ -143,6 +152,6 @@ _forward = DifferentiableOp(_OP, _setup_context, _backward)
 
 def register(namespace: str) -> None:
     """Fake kernels and autograd for one build of the library."""
-    torch.library.register_fake(f"{namespace}::residual_layer_norm_forward", _forward_fake)
-    torch.library.register_fake(f"{namespace}::residual_layer_norm_backward", _backward_fake)
+    register_fake(f"{namespace}::residual_layer_norm_forward", _forward_fake)
+    register_fake(f"{namespace}::residual_layer_norm_backward", _backward_fake)
     _forward.register(namespace)

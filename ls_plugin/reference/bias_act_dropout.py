@@ -7,7 +7,6 @@ from torch import Tensor
 
 from ls_plugin.reference.dropout import dropout
 
-
 # Beyond it both gelus are x or 0 in fp64 as well. Their formulas are taken no further out, where infinity times 0 would be NaN.
 _TAIL = 40.0
 

@@ -24,7 +24,7 @@ def fused_attention(
     Args:
         q: (B, H, T, D), floating. Half types are computed in fp32, products and probabilities too, and rounded once.
         k, v: (B, H, S, D).
-        key_padding_mask: bool (B, S), true at padding, or None.
+        key_padding_mask: bool (B, S), true at padding, or None. A padded key contributes nothing, whatever it and its value hold.
         bias: broadcastable to (B, H, T, S), may hold -inf; or None.
         p: probability of dropping an element of the probabilities, seen as a matrix of B * H * T rows; 0 needs no seed.
         seed: int64 (1,).  offset: tells apart the draws under one seed (see ``kernels/common/philox.h``).
@@ -32,6 +32,8 @@ def fused_attention(
         (B, H, T, D) in q's dtype.
     """
     acc_dtype = torch.promote_types(q.dtype, torch.float32)
+    if key_padding_mask is not None:  # 0 times what they hold might be NaN
+        k, v = (t.masked_fill(key_padding_mask[:, None, :, None], 0.0) for t in (k, v))
     scores = (q.to(acc_dtype) * scale) @ k.to(acc_dtype).transpose(-1, -2)
     probs = attention_softmax(scores, key_padding_mask, bias, causal, 1.0, p, seed, offset)
     return (probs @ v.to(acc_dtype)).to(q.dtype)

@@ -174,3 +174,24 @@ def test_classification_heads_load_both_ways(family):
         other.args.load_checkpoint_heads = True
         other.load_state_dict(model.state_dict(), strict=True)
         assert model.state_dict().keys() == other.state_dict().keys()
+
+
+@pytest.mark.parametrize("mode", ["training", "evaluation"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_parameter_on_meta_is_refused(family, mode):
+    """It has no values: a product with it would give what memory holds, and torch's own does."""
+    model = build(family, True).train(mode == "training")
+    inputs = batch(family)
+
+    def forward():
+        with torch.set_grad_enabled(mode == "training"):
+            model(**inputs)[0].sum()
+
+    forward()
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, torch.nn.Parameter(parameter.detach().to("meta")))
+            with pytest.raises((RuntimeError, NotImplementedError), match=r"meta"):
+                forward()
+            setattr(module, name, parameter)
+    forward()

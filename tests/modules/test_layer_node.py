@@ -380,7 +380,7 @@ def test_kept_for_the_backward():
     # y, qkv, attention's output, sum; y, q, attention's output, sum; y, activation, sum
     expected = rows * (C + 3 * C + C + C) + rows * (C + C + C + C) + rows * (C + F + C)
     expected += 3 * 2 * rows  # mean and 1 / deviation after each sublayer
-    expected += 2 * rows * H  # log sum exp of either attention
+    expected += 2 * 2 * rows * H  # row statistics of either attention
     assert sum(size for pointer, size in kept.items() if pointer not in known) == expected
 
 

@@ -215,6 +215,25 @@ def test_nan_and_infinity_spoil_their_row_only(backend, n_keys):
     torch.testing.assert_close(probs[0, 0, 2:], torch.softmax(scores[0, 0, 2:], dim=-1))
 
 
+@pytest.mark.parametrize("level", [32.0, 96.0, 320.0])
+def test_gradients_at_large_scores(backend, level):
+    """With dropout the backward computes the probabilities again, from scores that fp32 holds exactly: as well as the forward did."""
+    scores, _, grad_probs = sample_inputs((2, 3, 8, 100), backend.device, torch.float32)
+    inputs = [(4 * scores).round() / 4 * (level / 32) + level, torch.zeros(8, 100, device=backend.device), grad_probs]
+    torch.manual_seed(SEED)
+    seed = draw_seed()
+    keep = reference.dropout_keep_mask(scores.shape, 0.1, int(seed), 0)
+
+    def by_torch(scores, bias):
+        probs = torch.softmax(scores + bias, dim=-1)
+        return torch.where(keep.to(probs.device), probs * reference.dropout_scale(0.1), 0.0)
+
+    actual = run(lambda scores, bias: ops.attention_softmax(scores, None, bias, p=0.1), inputs)
+    exact = run(by_torch, [t.cpu() for t in inputs], torch.float64)
+    for name, a, t, e in zip(("probs", "grad_scores", "grad_bias"), actual, run(by_torch, inputs), exact, strict=True):
+        assert_as_accurate(a, t, e, VALUE_FACTOR if name == "probs" else GRAD_FACTOR, name)
+
+
 def test_large_scores(backend):
     """exp would overflow without the maximum taken off, and underflows for most of a row with it."""
     scores = torch.linspace(-2e4, 3e4, 333, device=backend.device).repeat(2, 1, 3, 1)
@@ -301,9 +320,11 @@ def test_bindings_refuse_what_the_wrapper_would_not_pass():
         )
     with pytest.raises(RuntimeError, match=r"attention_softmax: p = 0.5 needs a seed"):
         op.attention_softmax_forward(scores, None, None, False, 1.0, 0.5, None, 0, False)
-    with pytest.raises(RuntimeError, match=r"attention_softmax_backward: p = 0.5 needs lse and, in saved, the scores"):
+    with pytest.raises(
+        RuntimeError, match=r"attention_softmax_backward: p = 0.5 needs row_stats and, in saved, the scores"
+    ):
         op.attention_softmax_backward(scores, scores, None, None, None, False, 1.0, 0.5, torch.tensor([1]), 0)
-    with pytest.raises(RuntimeError, match=r"lse must have one element per row, 24, got shape \(0,\)"):
+    with pytest.raises(RuntimeError, match=r"row_stats must have two elements per row, 48, got shape \(0,\)"):
         op.attention_softmax_backward(scores, scores, scores.new_empty(0), None, None, False, 1.0, 0.0, None, 0)
 
 
@@ -331,8 +352,8 @@ def test_opcheck(p):
     arguments = (padding, bias, True, 0.5, p, seed, 0)
     forward, backward = torch.ops.ls.attention_softmax_forward.default, torch.ops.ls.attention_softmax_backward.default
     torch.library.opcheck(forward, (scores.clone().requires_grad_(), *arguments, p > 0))
-    probs, lse = forward(scores, *arguments, p > 0)
-    saved = (scores, lse) if p > 0 else (probs, None)
+    probs, row_stats = forward(scores, *arguments, p > 0)
+    saved = (scores, row_stats) if p > 0 else (probs, None)
     torch.library.opcheck(backward, (grad_probs, *saved, *arguments))
 
 

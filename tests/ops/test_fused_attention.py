@@ -232,19 +232,61 @@ def test_rows_that_see_nothing_are_zero(backend, p):
     assert (out[0, 0, :2] == 0).all() and (out[0, 0, 2:] != 0).all()
 
 
-def test_padding_is_not_looked_at_at_either_end():
-    """On the CPU what memory holds past a sentence may be NaN."""
-    q, k, v, grad_out, bias = sample_inputs((2, 2, 9, 80, 16), "cpu", torch.float32)
-    padding = torch.zeros(2, 80, dtype=torch.bool)
-    padding[0, :32] = padding[1, 48:] = True
+@pytest.mark.parametrize("n_queries", [3, 9], ids=["read where they lie", "packed"])
+@pytest.mark.parametrize("fill", [float("nan"), INF], ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+def test_padding_contributes_nothing_whatever_it_holds(backend, n_queries, fill, causal):
+    """At both ends, in the middle, everywhere: NaN at padding changes no bit of the output and of the gradients."""
+    q, k, v, grad_out, bias = sample_inputs((4, 2, n_queries, 80, 16), backend.device, torch.float32)
+    padding = torch.zeros(4, 80, dtype=torch.bool)
+    padding[0, :33] = padding[1, 48:] = padding[2, 5:7] = padding[2, 31:48] = padding[2, 79] = padding[3] = True
+    padding, mask = padding.to(backend.device), padding
+    torch.manual_seed(SEED)
+    seed = draw_seed()
     results = []
-    for fill in (0.0, float("nan")):
-        dirty = [t.masked_fill(padding[:, None, :, None], fill) for t in (k, v)]
+    for value in (0.0, fill):
+        dirty = [t.masked_fill(padding[:, None, :, None], value) for t in (k, v)]
         results.append(
-            run(lambda q, k, v, b: ops.fused_attention(q, k, v, padding, p=0.1), [q, *dirty, grad_out, bias])
+            run(
+                lambda q, k, v, b: ops.fused_attention(q, k, v, padding, None, causal, p=0.1),
+                [q, *dirty, grad_out, bias],
+            )
         )
-    if not needs_library.args[0]:
-        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+        exact = [t.cpu() for t in (q, *dirty, grad_out, bias)]
+        exact = run(
+            lambda q, k, v, b: reference.fused_attention(q, k, v, mask, None, causal, 0.25, 0.1, seed, 0), exact
+        )
+        for actual, expected in zip(results[-1], exact, strict=True):
+            torch.testing.assert_close(actual.cpu(), expected)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    hidden = padding[:, None, :, None].expand_as(k)
+    assert (results[1][2][hidden] == 0).all() and (results[1][3][hidden] == 0).all()
+
+
+@pytest.mark.parametrize("level", [32.0, 96.0, 320.0])
+@pytest.mark.parametrize("p", [0.0, 0.1])
+@pytest.mark.parametrize("n_queries", [5, 21])
+def test_gradients_at_large_scores(backend, n_queries, p, level):
+    """Scores about ``level`` that fp32 holds exactly: the probabilities of the backward have the digits of the forward's."""
+    q, k, v, grad_out, _ = sample_inputs((2, 2, n_queries, 64, 32), backend.device, torch.float32)
+    scale = level / 8
+    q, k = ((4 * t).round() / 4 for t in (q, k))
+    q[..., 0], k[..., 0] = level / scale, 1.0
+    torch.manual_seed(SEED)
+    seed = draw_seed()
+    shape = torch.Size((2, 2, n_queries, 64))
+    keep = reference.dropout_keep_mask(shape, p, int(seed), 0) if p else torch.ones(1, dtype=torch.bool)
+    dropout_scale = reference.dropout_scale(p) if p else 1.0
+
+    def by_torch(q, k, v, _):
+        probs = torch.softmax(scale * q @ k.transpose(-1, -2), dim=-1)
+        return torch.where(keep.to(probs.device), probs * dropout_scale, 0.0) @ v
+
+    inputs = [q, k, v, grad_out, q]
+    actual = run(lambda q, k, v, _: ops.fused_attention(q, k, v, scale=scale, p=p), inputs)
+    exact = run(by_torch, [t.cpu() for t in inputs], torch.float64)
+    for name, a, t, e in zip(NAMES, actual, run(by_torch, inputs), exact, strict=True):
+        assert_as_accurate(a, t, e, VALUE_FACTOR if name == "out" else GRAD_FACTOR, name)
 
 
 def test_nan_and_infinity_spoil_their_row_only(backend):
@@ -385,9 +427,9 @@ def test_bindings_refuse_what_the_wrapper_would_not_pass():
     with pytest.raises(RuntimeError, match=r"fused_attention: p = 0.5 needs a seed"):
         forward(q, k, v, None, None, False, 1.0, 0.5, None, 0)
     grads = [torch.empty_like(t) for t in (q, k, v)]
-    with pytest.raises(RuntimeError, match=r"lse must have shape \(B, H, T\) = \(2, 3, 4\), got \(5,\)"):
+    with pytest.raises(RuntimeError, match=r"row_stats must have shape \(2, B, H, T\) = \(2, 2, 3, 4\), got \(5,\)"):
         backward(q, q, k, v, torch.zeros(5), None, None, *rest, *grads)
-    lse = torch.zeros(2, 3, 4)
+    row_stats = torch.zeros(2, 2, 3, 4)
     for i, name in enumerate(("grad_q", "grad_k", "grad_v")):
         for wrong, message in (
             (grads[i][:, :, 1:], r"must have shape \(2, 3, \d, 16\), got \(2, 3, \d, 16\)"),
@@ -395,7 +437,7 @@ def test_bindings_refuse_what_the_wrapper_would_not_pass():
             (grads[i].half(), "must be Float, got Half"),
         ):
             with pytest.raises(RuntimeError, match=f"fused_attention: {name} {message}"):
-                backward(q, q, k, v, lse, None, None, *rest, *grads[:i], wrong, *grads[i + 1 :])
+                backward(q, q, k, v, row_stats, None, None, *rest, *grads[:i], wrong, *grads[i + 1 :])
 
 
 # For nodes that have their own autograd.
@@ -444,13 +486,13 @@ def test_below_autograd_gives_what_the_op_gives(backend, shape, p, dtype):
 
 @pytest.mark.parametrize("p", [0.0, 0.2])
 def test_below_autograd_nothing_else_is_saved(backend, p):
-    """The kernel saves one number a row. The three steps save probabilities, and scores where dropout hides some of them."""
+    """The kernel saves two numbers a row. The three steps save probabilities, and scores where dropout hides some of them."""
     shape = (2, 3, 21, 30, 8)
     q, k, v, _, _ = sample_inputs(shape, backend.device, torch.float32)
     module = importlib.import_module("ls_plugin.ops.fused_attention")
     seed = draw_seed(backend.device) if p > 0 else None
     _, saved = module.attention_forward(q, k, v, None, None, False, SCALE, p, seed, 0)
-    rows, scores = (2, 3, 21), (2, 3, 21, 30)
+    rows, scores = (2, 2, 3, 21), (2, 3, 21, 30)
     expected = [rows] if backend.name == "cpu" else [scores] if p == 0 else [scores, scores, rows]
     assert [tuple(t.shape) for t in saved] == expected
 
@@ -474,12 +516,12 @@ def test_opcheck(p):
     arguments = (padding_of(shape, "cpu"), bias.expand(2, 2, 4, 12), True, 0.5, p, torch.tensor([7]), 0)
     forward, backward = torch.ops.ls.fused_attention_forward.default, torch.ops.ls.fused_attention_backward.default
     torch.library.opcheck(forward, (*(t.detach().requires_grad_() for t in (q, k, v)), *arguments))
-    _, lse = forward(q, k, v, *arguments)
+    _, row_stats = forward(q, k, v, *arguments)
     qkv = torch.empty(4, 2, 3, 2, 8)
     together = [t.permute(1, 2, 0, 3) for t in qkv.unbind(2)]
     fresh = [torch.empty_like(t) for t in (q, k, v)]
     for grads in (fresh, [together[0], fresh[1], torch.empty(2, 2, 12, 16)[..., :8]]):
-        torch.library.opcheck(backward, (grad_out, q, k, v, lse, *arguments, *grads))
+        torch.library.opcheck(backward, (grad_out, q, k, v, row_stats, *arguments, *grads))
 
 
 @needs_library

@@ -24,17 +24,17 @@ def n_bytes(t: Tensor) -> int:
 
 
 def call(simt: Simt, shape, dtype, *, causal=False, padding=None, bias=None, p=0.1):
-    """probs, lse, grad_scores, and the traffic of the forward and of the backward by argument."""
+    """probs, row_stats, grad_scores, and the traffic of the forward and of the backward by argument."""
     torch.manual_seed(0)
     scores, grad_probs = (torch.randn(shape).to(dtype) for _ in range(2))
     arguments = (padding, bias, causal, 0.5, p, SEED if p > 0 else None, 1)
     simt.reset_stats()
-    probs, lse = torch.ops.ls_simt.attention_softmax_forward(scores, *arguments, p > 0)
+    probs, row_stats = torch.ops.ls_simt.attention_softmax_forward(scores, *arguments, p > 0)
     forward = simt.stats().regions
     simt.reset_stats()
-    saved = (scores, lse) if p > 0 else (probs, None)
+    saved = (scores, row_stats) if p > 0 else (probs, None)
     grad_scores = torch.ops.ls_simt.attention_softmax_backward(grad_probs, *saved, *arguments)
-    return (probs, lse, grad_scores), forward, simt.stats().regions
+    return (probs, row_stats, grad_scores), forward, simt.stats().regions
 
 
 # One per kind of instance: teams of four and of 32 lanes, of several groups a lane, a block, a long row; vectors and single keys.
@@ -72,9 +72,9 @@ def test_moves_each_element_once(simt, n_keys, dtype, p):
         assert backward[name] == Traffic(reads * matrix, 0, matrix, 0)
     assert backward["grad_scores"] == Traffic(0, matrix, 0, matrix)
     # Beyond the floor: four bytes a row, 6 % of the 64 bytes of the shortest row in 16 bits, 1 % from 200 keys on.
-    assert ("lse" in forward) == (p > 0)
+    assert ("row_stats" in forward) == (p > 0)
     if p > 0:
-        assert forward["lse"].written == backward["lse"].cold_read == n_rows * 4
+        assert forward["row_stats"].written == backward["row_stats"].cold_read == n_rows * 8
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

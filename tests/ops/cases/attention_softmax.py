@@ -5,7 +5,7 @@ from tests.ops.cases import SEED_BYTES, OpCase, n_bytes
 
 PADDING = torch.zeros(2, 11, dtype=torch.bool)
 PADDING[1, 8:] = True
-LSE_BYTES = 2 * 3 * 7 * 4
+STATS_BYTES = 2 * 3 * 7 * 8
 
 CASES = [
     OpCase(
@@ -14,7 +14,7 @@ CASES = [
             scores, PADDING.to(scores.device), bias, causal=True, scale=0.5, p=0.3
         ),
         ((2, 3, 7, 11), (7, 11)),
-        saved_bytes=lambda leaves, outputs: n_bytes(*leaves, PADDING) + LSE_BYTES + SEED_BYTES,
+        saved_bytes=lambda leaves, outputs: n_bytes(*leaves, PADDING) + STATS_BYTES + SEED_BYTES,
         autocast_dtype=torch.bfloat16,
         masks=(PADDING,),
     ),

@@ -6,7 +6,7 @@ from tests.ops.cases import SEED_BYTES, OpCase, n_bytes
 PADDING = torch.zeros(2, 11, dtype=torch.bool)
 PADDING[1, 8:] = True
 BIAS = torch.linspace(-1, 1, 77).view(7, 11)
-LSE_BYTES = 2 * 3 * 7 * 4
+STATS_BYTES = 2 * 3 * 7 * 8
 SHAPES = ((2, 3, 7, 8), (2, 3, 11, 8), (2, 3, 11, 8))
 
 CASES = [
@@ -14,13 +14,13 @@ CASES = [
         "fused_attention",
         lambda q, k, v: ops.fused_attention(q, k, v, PADDING.to(q.device), BIAS.to(q.device), causal=True, p=0.3),
         SHAPES,
-        saved_bytes=lambda leaves, outputs: n_bytes(*leaves, PADDING, BIAS) + LSE_BYTES + SEED_BYTES,
+        saved_bytes=lambda leaves, outputs: n_bytes(*leaves, PADDING, BIAS) + STATS_BYTES + SEED_BYTES,
         masks=(PADDING, BIAS),
     ),
     OpCase(
         "fused_attention without dropout",
         lambda q, k, v: ops.fused_attention(q, k, v, causal=True),
         SHAPES,
-        saved_bytes=lambda leaves, outputs: n_bytes(*leaves) + LSE_BYTES,
+        saved_bytes=lambda leaves, outputs: n_bytes(*leaves) + STATS_BYTES,
     ),
 ]
