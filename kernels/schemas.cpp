@@ -56,7 +56,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(LS_NAMESPACE, m) {
       "attention_softmax_forward(Tensor scores, Tensor? key_padding_mask, Tensor? bias, bool causal, float scale, float p,"
       " Tensor? seed, int offset, bool needs_row_stats) -> (Tensor probs, Tensor row_stats)");
   m.def(
-      "attention_softmax_backward(Tensor grad_probs, Tensor saved, Tensor? row_stats, Tensor? key_padding_mask, Tensor? bias, bool "
+      "attention_softmax_backward(Tensor grad_probs, Tensor saved, Tensor? row_stats, Tensor? key_padding_mask, Tensor? bias, "
+      "bool "
       "causal,"
       " float scale, float p, Tensor? seed, int offset) -> Tensor grad_scores");
   m.def("grad_norm(Tensor[] grads, Tensor? scale, float max_norm) -> (Tensor norm, Tensor coefficient, Tensor overflow)");

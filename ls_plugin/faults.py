@@ -11,6 +11,7 @@ Each is what fairseq's documentation promises and its code does not do:
 - ``--mask-whole-words``, ``--mask-length word`` and ``span-poisson``: the task knows the name of ``--bpe`` at most, and none of its flags.
 - ``--replace-unk``: no alignment is made for it, the one of ``--print-alignment`` is read in another form, and the flag without a file opens ``@@ ``.
 - ``--constraints`` without constraints, as in fairseq-generate, which reads none: refused by name.
+- ``masked_lm``: batches without one masked token log a loss of 0 / 0, and the mean over the epoch is NaN.
 - ``sentence_prediction`` with BART: a sentence that ``--shorten-method`` cuts has no end, where the model reads its features.
 """
 
@@ -22,9 +23,10 @@ from dataclasses import is_dataclass
 
 import torch
 from fairseq import checkpoint_utils, tokenizer, utils
+from fairseq.criterions.masked_lm import MaskedLmLoss
 from fairseq.data import BaseWrapperDataset, data_utils, encoders
 from fairseq.dataclass import utils as dataclass_utils
-from fairseq.logging import progress_bar
+from fairseq.logging import metrics, progress_bar
 from fairseq.models.bart import BARTModel
 from fairseq.ngram_repeat_block import NGramRepeatBlock
 from fairseq.search import LexicallyConstrainedBeamSearch
@@ -57,6 +59,7 @@ def install() -> None:
     wrap(data_utils, "batch_by_size", batch_by_size)
     wrap(dataclass_utils, "merge_with_parent", _merge_with_parent)
     wrap(Trainer, "__init__", _start_afresh)
+    replace(MaskedLmLoss, "reduce_metrics", staticmethod(_masked_lm_metrics))
     wrap(FairseqTask, "__init__", _init_with_args)
     for task in (MaskedLMTask, DenoisingTask, MultilingualDenoisingTask):
         wrap(task, "load_dataset", _load_dataset_with_bpe)
@@ -107,6 +110,17 @@ def _no_repeat_ngram(self, tokens: Tensor, lprobs: Tensor, bsz: int, beam_size: 
     rows = torch.arange(tokens.size(0), device=tokens.device).unsqueeze(1).expand_as(repeated)
     lprobs[rows[repeated], ngrams[:, :, n - 1][repeated]] = torch.tensor(-math.inf).to(lprobs)
     return lprobs
+
+
+# --- masked language models
+
+
+def _masked_lm_metrics(logging_outputs: list[dict]) -> None:
+    """As fairseq's, but where nothing was masked: a loss of 0 that weighs nothing."""
+    loss = sum(log.get("loss", 0) for log in logging_outputs)
+    n_masked = sum(log.get("sample_size", 0) for log in logging_outputs)
+    metrics.log_scalar("loss", loss / (n_masked + (n_masked == 0)) / math.log(2), n_masked, round=3)
+    metrics.log_derived("ppl", lambda meters: utils.get_perplexity(meters["loss"].avg))
 
 
 # --- Hydra

@@ -205,7 +205,7 @@ struct AttentionSoftmaxBackward {
   const void* saved;       // scalar (B, H, T, S): the scores when row_max is given, else P
   const float* row_max;    // (B, H, T) or null
   const float* row_factor;
-  void* grad_scores;       // scalar (B, H, T, S), 0 where the row does not see the key
+  void* grad_scores;  // scalar (B, H, T, S), 0 where the row does not see the key
   Dropout dropout;
   DType dtype;
 };
@@ -311,9 +311,9 @@ struct FusedAttentionBackward : FusedAttention {
   const void* grad_out;  // scalar (B, H, T, D)
   const float* row_max;  // (B, H, T)
   const float* row_factor;
-  void* grad_q;          // scalar (B, H, T, D)
-  void* grad_k;          // scalar (B, H, S, D)
-  void* grad_v;          // scalar (B, H, S, D)
+  void* grad_q;  // scalar (B, H, T, D)
+  void* grad_k;  // scalar (B, H, S, D)
+  void* grad_v;  // scalar (B, H, S, D)
   HeadStrides grad_out_strides, grad_q_strides, grad_k_strides, grad_v_strides;
 };
 

@@ -302,8 +302,13 @@ void forward(const FusedAttentionForward& a) {
     for (int64_t index = pair_begin; index < pair_end; ++index) {
       const Pair<scalar_t> pair(a, index, barred);
       const int64_t b = pair.batch, h = pair.head, first_key = pair.keys.begin;
-      const Factor<scalar_t> k{
-          at<const scalar_t>(a.k, a.k_strides, b, h, first_key), &pair.keys, a.k_strides.row, a.head_dim, packs, {}, k_transposed};
+      const Factor<scalar_t> k{at<const scalar_t>(a.k, a.k_strides, b, h, first_key),
+                               &pair.keys,
+                               a.k_strides.row,
+                               a.head_dim,
+                               packs,
+                               {},
+                               k_transposed};
       const Factor<scalar_t> v{
           at<const scalar_t>(a.v, a.v_strides, b, h, first_key), &pair.keys, a.v_strides.row, a.head_dim, packs, rows, {}};
       if (packs) {
@@ -367,10 +372,20 @@ void backward(const FusedAttentionBackward& a) {
     for (int64_t index = pair_begin; index < pair_end; ++index) {
       const Pair<scalar_t> pair(a, index, barred);
       const int64_t b = pair.batch, h = pair.head, first_key = pair.keys.begin;
-      const Factor<scalar_t> k{
-          at<const scalar_t>(a.k, a.k_strides, b, h, first_key), &pair.keys, a.k_strides.row, a.head_dim, packs, rows, k_transposed};
-      const Factor<scalar_t> v{
-          at<const scalar_t>(a.v, a.v_strides, b, h, first_key), &pair.keys, a.v_strides.row, a.head_dim, packs, {}, v_transposed};
+      const Factor<scalar_t> k{at<const scalar_t>(a.k, a.k_strides, b, h, first_key),
+                               &pair.keys,
+                               a.k_strides.row,
+                               a.head_dim,
+                               packs,
+                               rows,
+                               k_transposed};
+      const Factor<scalar_t> v{at<const scalar_t>(a.v, a.v_strides, b, h, first_key),
+                               &pair.keys,
+                               a.v_strides.row,
+                               a.head_dim,
+                               packs,
+                               {},
+                               v_transposed};
       if (packs) {
         pack_rows(v.data, v.stride, pair.keys.n, a.head_dim, 1.0f, rows);
         pair.keys.clear_holes(rows, a.head_dim);

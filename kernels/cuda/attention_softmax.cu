@@ -242,7 +242,8 @@ __device__ __forceinline__ void load_backward(const AttentionSoftmaxBackward& a,
 // P and g from them. Gives their part of sum(g P). The gradient of a key without probability is not looked at.
 template <typename scalar_t>
 __device__ __forceinline__ float to_terms(const AttentionSoftmaxBackward& a, const Row<scalar_t>& row, int64_t row_index,
-                                          RowStatistics statistics, uint64_t seed, int64_t col, float (&p)[kGroup], float (&g)[kGroup]) {
+                                          RowStatistics statistics, uint64_t seed, int64_t col, float (&p)[kGroup],
+                                          float (&g)[kGroup]) {
   if (a.row_max != nullptr) {
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) p[i] = exponential<scalar_t>(p[i] - statistics.max) * statistics.factor;

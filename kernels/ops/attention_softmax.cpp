@@ -63,7 +63,8 @@ Tensor attention_softmax_backward(const Tensor& grad_probs, const Tensor& saved,
   a.z = attention_scores(op, "saved", saved, key_padding_mask, bias, causal, scale);
   a.dropout = make_dropout(op, p, seed, offset, saved);
   check_like(op, "grad_probs", grad_probs, "saved", saved);
-  LS_CHECK(p == 0.0 || row_stats.has_value(), op, ": p = ", p, " needs row_stats and, in saved, the scores; got row_stats None");
+  LS_CHECK(p == 0.0 || row_stats.has_value(), op, ": p = ", p,
+           " needs row_stats and, in saved, the scores; got row_stats None");
   if (row_stats) {
     LS_CHECK(row_stats->numel() == 2 * a.z.n_rows, op, ": row_stats must have two elements per row, ", 2 * a.z.n_rows,
              ", got shape ", shape_of(*row_stats), "; call the forward with needs_row_stats");

@@ -22,8 +22,8 @@ HeadStrides check_heads(const char* name, const Tensor& t, const Tensor& q, cons
       kOp, ": ", name, " must have shape ", shape_of_heads(q, rows), ", got ", shape_of(t));
   check_dtype(kOp, name, t, q.scalar_type());
   check_device(kOp, name, t, q);
-  LS_CHECK(t.stride(3) == 1 || t.size(3) <= 1 || t.numel() == 0, kOp, ": ", name, " must have stride 1 in its last dimension, got ", t.stride(3),
-           "; call .contiguous()");
+  LS_CHECK(t.stride(3) == 1 || t.size(3) <= 1 || t.numel() == 0, kOp, ": ", name,
+           " must have stride 1 in its last dimension, got ", t.stride(3), "; call .contiguous()");
   return {t.stride(0), t.stride(1), t.stride(2)};
 }
 
@@ -35,8 +35,8 @@ HeadStrides check_bias(const Tensor& bias, const Tensor& q, const Tensor& k) {
            "), got ", shape_of(bias), "; call .expand()");
   check_dtype(kOp, "bias", bias, q.scalar_type());
   check_device(kOp, "bias", bias, q);
-  LS_CHECK(bias.stride(3) == 1 || bias.size(3) <= 1 || bias.numel() == 0, kOp, ": bias must have stride 1 in its last dimension, got ",
-           bias.stride(3));
+  LS_CHECK(bias.stride(3) == 1 || bias.size(3) <= 1 || bias.numel() == 0, kOp,
+           ": bias must have stride 1 in its last dimension, got ", bias.stride(3));
   return {bias.stride(0), bias.stride(1), bias.stride(2)};
 }
 
@@ -93,10 +93,10 @@ std::tuple<Tensor, Tensor> fused_attention_forward(const Tensor& q, const Tensor
   return {out, row_stats};
 }
 
-void fused_attention_backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& row_stats,
-                              const OptionalTensor& key_padding_mask, const OptionalTensor& bias, bool causal, double scale,
-                              double p, const OptionalTensor& seed, int64_t offset, const Tensor& grad_q, const Tensor& grad_k,
-                              const Tensor& grad_v) {
+void fused_attention_backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v,
+                              const Tensor& row_stats, const OptionalTensor& key_padding_mask, const OptionalTensor& bias,
+                              bool causal, double scale, double p, const OptionalTensor& seed, int64_t offset,
+                              const Tensor& grad_q, const Tensor& grad_k, const Tensor& grad_v) {
   FusedAttentionBackward a{};
   set_inputs(a, q, k, v, key_padding_mask, bias, causal, scale, p, seed, offset);
   a.grad_out_strides = check_heads("grad_out", grad_out, q, q);

@@ -4,8 +4,8 @@
 
 namespace ls {
 
-std::tuple<Tensor, Tensor, Tensor> layer_norm_forward(const Tensor& x, const OptionalTensor& any_weight, const OptionalTensor& any_bias,
-                                                      double eps) {
+std::tuple<Tensor, Tensor, Tensor> layer_norm_forward(const Tensor& x, const OptionalTensor& any_weight,
+                                                      const OptionalTensor& any_bias, double eps) {
   const char* op = "layer_norm";
   const Matrix m = as_matrix(op, "x", x);
   const OptionalTensor weight = row_vector(op, "weight", any_weight, x);

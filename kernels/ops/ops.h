@@ -65,10 +65,10 @@ std::tuple<Tensor, Tensor> fused_attention_forward(const Tensor& q, const Tensor
                                                    const OptionalTensor& key_padding_mask, const OptionalTensor& bias,
                                                    bool causal, double scale, double p, const OptionalTensor& seed,
                                                    int64_t offset);
-void fused_attention_backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& row_stats,
-                              const OptionalTensor& key_padding_mask, const OptionalTensor& bias, bool causal, double scale,
-                              double p, const OptionalTensor& seed, int64_t offset, const Tensor& grad_q, const Tensor& grad_k,
-                              const Tensor& grad_v);
+void fused_attention_backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v,
+                              const Tensor& row_stats, const OptionalTensor& key_padding_mask, const OptionalTensor& bias,
+                              bool causal, double scale, double p, const OptionalTensor& seed, int64_t offset,
+                              const Tensor& grad_q, const Tensor& grad_k, const Tensor& grad_v);
 
 void product(const Tensor& a, const Tensor& b, const OptionalTensor& bias, const Tensor& out, double alpha, bool add);
 

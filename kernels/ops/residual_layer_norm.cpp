@@ -30,9 +30,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> residual_layer_norm_forward(const Ten
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> residual_layer_norm_backward(
-    const OptionalTensor& grad_sum, const Tensor& grad_y, const Tensor& sum, const OptionalTensor& any_weight, const Tensor& mean,
-    const Tensor& rstd, double p, const OptionalTensor& seed, int64_t offset, bool needs_x_grad, bool needs_residual_grad,
-    bool needs_bias_grad, bool needs_weight_grad, bool needs_norm_bias_grad) {
+    const OptionalTensor& grad_sum, const Tensor& grad_y, const Tensor& sum, const OptionalTensor& any_weight,
+    const Tensor& mean, const Tensor& rstd, double p, const OptionalTensor& seed, int64_t offset, bool needs_x_grad,
+    bool needs_residual_grad, bool needs_bias_grad, bool needs_weight_grad, bool needs_norm_bias_grad) {
   const char* op = "residual_layer_norm_backward";
   const Matrix m = as_matrix(op, "sum", sum);
   check_like(op, "grad_y", grad_y, "sum", sum);

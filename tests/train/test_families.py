@@ -213,3 +213,22 @@ def test_every_job_of_a_hydra_sweep_trains_as_if_alone(commands, data, tmp_path)
     assert [state["extra_state"]["best"] for state in saved] == [first, second, third]
     assert all((tmp_path / str(job) / "checkpoints" / "checkpoint_best.pt").exists() for job in range(3))
     assert all(state["ls_plugin"]["criterion"] == "ls_cross_entropy" for state in saved)
+
+
+@pytest.mark.parametrize("ls", [False, True], ids=["roberta", "ls_roberta"])
+def test_batches_without_a_masked_token_count_as_nothing(data, tmp_path, ls, caplog):
+    """fairseq logs 0 / 0 for them, and one of them makes the mean of the epoch NaN."""
+    flags = [str(data["roberta"]), "--arch", "ls_roberta" if ls else "roberta", *shlex.split(FLAGS["roberta"]), *COMMON]
+    flags += ["--optimizer", "ls_adam" if ls else "adam", "--mask-prob", "1e-9", "--save-dir", str(tmp_path)]
+    flags += ["--save-interval-updates", "1", "--log-format", "json", "--log-interval", "1"]
+    args = options.parse_args_and_arch(options.get_training_parser(), flags)
+    with caplog.at_level("INFO"):
+        train.main(convert_namespace_to_omegaconf(args))
+    logged = [json.loads(r.message) for r in caplog.records if r.name in ("train_inner", "train", "valid")]
+    losses = [
+        float(value) for line in logged for key, value in line.items() if key in ("loss", "train_loss", "valid_loss")
+    ]
+    assert len(losses) >= 5 and set(losses) == {0.0}
+    names = ("checkpoint_1_1.pt", "checkpoint_last.pt")
+    states = [torch.load(tmp_path / name, weights_only=False)["model"] for name in names]
+    assert all(torch.equal(a, b) for a, b in zip(*(s.values() for s in states), strict=True))
