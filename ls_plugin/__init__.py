@@ -35,8 +35,10 @@ def register() -> None:
             distributed,
             faults,
             limits,
+            loading,
             memory,
             models,
+            newest,
             ops,
             optim,
         )
@@ -47,7 +49,9 @@ def register() -> None:
     distributed.install()
     faults.install()
     limits.install()
+    loading.install()
     memory.install()
+    newest.install()
 
 
 # The doctor must run where the checks fail: it is what tells why. The report's --help should not wait for torch; it registers itself.

@@ -58,7 +58,8 @@ _LOADING_ERRORS = (
     TypeError,
     UnicodeDecodeError,
 )
-_DEFAULT_RESTORE_FILE = "checkpoint_last.pt"  # looked for in --save-dir, and allowed to be missing
+DEFAULT_RESTORE_FILE = "checkpoint_last.pt"  # looked for in --save-dir, and allowed to be missing
+_OLD_HISTORY = {"optimizer_history", "best_loss"}  # one of which every checkpoint of fairseq has had
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -67,10 +68,12 @@ def install() -> None:
     torch.serialization.add_safe_globals(_safe_globals())
     wrap(checkpoint_utils, "load_checkpoint", _load_checkpoint)
     wrap(checkpoint_utils, "load_checkpoint_to_cpu", _load_checkpoint_to_cpu)
+    wrap(checkpoint_utils, "_upgrade_state_dict", _upgrade_state_dict)
     wrap(checkpoint_utils, "load_ema_from_checkpoint", _load_ema_from_checkpoint)
     wrap(checkpoint_utils, "torch_persistent_save", _torch_persistent_save)
     checkpoint_utils.PathManager = AtomicPathManager
-    checkpoint_utils.torch = Overlay(torch, {"load": _load_with_namespace})
+    if not isinstance(checkpoint_utils.torch, Overlay):
+        checkpoint_utils.torch = Overlay(torch, {"load": _load_with_namespace})
 
 
 # --- loading
@@ -114,16 +117,38 @@ def _load_checkpoint(stock, cfg, trainer, **kwargs):
 
     Raises:
         UsageError: flags that contradict each other.
-        CheckpointError: the file that the flags, or the save folder, name is not there or cannot be read.
+        CheckpointError: the file that the flags, or the save folder, name cannot be read, or does not fit this run.
     """
-    _check_flags(cfg)
-    if cfg.restore_file == _DEFAULT_RESTORE_FILE and trainer.data_parallel_rank == 0:
+    check_flags(cfg)
+    _check_metric(cfg, trainer)
+    if cfg.restore_file == DEFAULT_RESTORE_FILE and trainer.data_parallel_rank == 0:
         _remove_unfinished(cfg.save_dir)
     path, otherwise = _file_to_resume(cfg, trainer.checkpoint_suffix or "")
     _check_all_ranks_find(path, cfg.save_dir)
-    if path is not None and not PathManager.path_requires_pathmanager(path):
+    if path is not None and _is_absent(path):
+        if path == cfg.finetune_from_model:
+            _check_readable(path, f"to start from scratch, {otherwise}")
+        flag = "--restore-file" if otherwise == "drop --restore-file" else "--continue-once"
+        logger.warning("%s %s: no such file; training starts from scratch", flag, path)
+    elif path is not None and not PathManager.path_requires_pathmanager(path):
         _check_readable(path, f"to start from scratch, {otherwise}")
-    return stock(cfg, trainer, **kwargs)
+    token = _weights_are_enough.set(path is not None and path == cfg.finetune_from_model)
+    try:
+        return stock(cfg, trainer, **kwargs)
+    except RuntimeError as error:
+        if "dataloader mismatch" not in str(error):
+            raise
+        raise CheckpointError(
+            f"checkpoint {path}: was saved after more batches of its epoch than there are now; give the data and the batch size of the run "
+            "that saved it, on as many devices, or --reset-dataloader to begin the data anew"
+        ) from error
+    finally:
+        _weights_are_enough.reset(token)
+
+
+def _is_absent(path: str) -> bool:
+    """Whether there is nothing of that name, not even a link that leads nowhere."""
+    return not os.path.lexists(path) and not PathManager.exists(path)
 
 
 def _check_all_ranks_find(path: str | None, save_dir: str) -> None:
@@ -139,7 +164,7 @@ def _check_all_ranks_find(path: str | None, save_dir: str) -> None:
         )
 
 
-def _check_flags(cfg) -> None:
+def check_flags(cfg) -> None:
     """Raises UsageError where fairseq raises ValueError: the contradictions of --finetune-from-model."""
     if cfg.finetune_from_model is None:
         return
@@ -149,19 +174,38 @@ def _check_flags(cfg) -> None:
         raise UsageError(
             f"--finetune-from-model: cannot be set together with {', '.join(others)}; drop these, since it resets all four by itself"
         )
-    if cfg.restore_file != _DEFAULT_RESTORE_FILE:
+    if cfg.restore_file != DEFAULT_RESTORE_FILE:
         raise UsageError(
             f"--finetune-from-model: cannot be set together with --restore-file {cfg.restore_file}; drop one of them"
         )
 
 
+# Figures that validation logs only where it is asked to: the part of the configuration, the field, its flag.
+_OPTIONAL_METRICS = {
+    "bleu": ("task", "eval_bleu", "--eval-bleu"),
+    "accuracy": ("criterion", "report_accuracy", "--report-accuracy"),
+}
+
+
+def _check_metric(cfg, trainer) -> None:
+    """Raises UsageError where fairseq raises a KeyError after the first epoch, before it has saved that."""
+    metric = getattr(cfg, "best_checkpoint_metric", None)
+    if metric not in _OPTIONAL_METRICS or trainer.cfg.dataset.disable_validation:
+        return
+    part, field, flag = _OPTIONAL_METRICS[metric]
+    if getattr(trainer.cfg[part], field, None) is False:
+        raise UsageError(
+            f"--best-checkpoint-metric {metric}: needs {flag}, without which validation does not log it; add it"
+        )
+
+
 def _file_to_resume(cfg, suffix: str) -> tuple[str | None, str]:
     """The file that fairseq will start from and how to do without it; (None, "") if the run starts from scratch."""
-    if cfg.restore_file != _DEFAULT_RESTORE_FILE:
+    if cfg.restore_file != DEFAULT_RESTORE_FILE:
         return cfg.restore_file.replace(".pt", f"{suffix}.pt"), "drop --restore-file"
     last = os.path.join(cfg.save_dir, f"checkpoint_last{suffix}.pt")
-    if os.path.lexists(last) or PathManager.exists(last):
-        return last, "move it away"
+    if not _is_absent(last):
+        return last, "move it away, and the checkpoints beside it, of which the newest is resumed without it"
     for name in ("continue_once", "finetune_from_model"):  # fairseq's order
         path = getattr(cfg, name, None)
         if path is not None:
@@ -174,6 +218,35 @@ def _load_checkpoint_to_cpu(stock, path, arg_overrides=None, load_on_all_ranks=F
         state = stock(path, arg_overrides, load_on_all_ranks)
     safe_eval.remember_origin(path, state.get("cfg") or state.get("args"))
     return _with_ls_names(state)
+
+
+# Whether the checkpoint being loaded is there for its weights alone (--finetune-from-model).
+_weights_are_enough: contextvars.ContextVar[bool] = contextvars.ContextVar("weights_are_enough", default=False)
+
+
+class _WeightsAlone(LookupError):
+    """A file with weights and nothing else; the message says what it lacks."""
+
+
+def _upgrade_state_dict(stock, state):
+    """Stock's brings old checkpoints up to date, and takes a file with weights alone for a very old one.
+
+    Such a file is a bare state dict, as ``torch.save(model.state_dict(), path)`` writes it, or has it under "model".
+    """
+    if not isinstance(state, dict) or _OLD_HISTORY & state.keys():
+        return stock(state)
+    is_bare = bool(state) and all(torch.is_tensor(x) for x in state.values())
+    weights = state if is_bare else state.get("model")
+    if not isinstance(weights, dict) or not all(torch.is_tensor(x) for x in weights.values()):
+        return stock(state)
+    if not _weights_are_enough.get():
+        got = (
+            f"a bare state dict of {len(state)} tensors" if is_bare else f"{', '.join(map(repr, sorted(state)))} alone"
+        )
+        raise _WeightsAlone(got)
+    logger.info("the file holds weights alone; everything else starts anew")
+    start = {"train_iterator": {"epoch": 1, "iterations_in_epoch": 0}}
+    return {"cfg": None, **({} if is_bare else state), "model": weights, "optimizer_history": [], "extra_state": start}
 
 
 def _load_ema_from_checkpoint(stock, fpath):
@@ -219,6 +292,11 @@ def _explained(path):
         _check_sums(path)
     try:
         yield
+    except _WeightsAlone as error:
+        raise CheckpointError(
+            f"checkpoint {path}: must hold 'model', 'cfg', 'optimizer_history' and 'extra_state', got {error}; to begin a training run with "
+            "these weights, give it as --finetune-from-model with the flags of its model; what that run saves can be resumed and translated with"
+        ) from error
     except _LOADING_ERRORS as error:
         foreign = _foreign_classes(path)
         if foreign:

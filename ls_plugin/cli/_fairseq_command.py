@@ -24,6 +24,7 @@ from torch.multiprocessing import ProcessExitedException
 import ls_plugin
 from ls_plugin.arguments import is_plugin, values
 from ls_plugin.errors import DataError, LightSeqError, UnsupportedError, UsageError
+from ls_plugin.loading import parameters_at_fault
 from ls_plugin.names import PREFIX, stock_name
 
 PLUGIN_DIR = Path(ls_plugin.__path__[0])  # the very spelling that fairseq compares --user-dir with
@@ -225,7 +226,7 @@ def _known_cause(error: BaseException, data: str = "") -> tuple[int, str] | None
         advice = "since no file is named like train.de-en.de.idx; was the directory written by fairseq-preprocess?"
         return EXIT_FAILED, f"data: cannot infer the languages, {advice}"
     if message.startswith("Cannot load model parameters from checkpoint"):
-        cause = _first_lines(error.__context__)
+        cause = parameters_at_fault(error.__context__) or _first_lines(error.__context__)
         return EXIT_FAILED, f"{message.split(';')[0]}: {cause}; give the flags of the model that was saved"
     return None
 

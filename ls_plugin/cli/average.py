@@ -16,6 +16,7 @@ from fairseq import checkpoint_utils
 from ls_plugin import checkpoint
 from ls_plugin.cli._fairseq_command import run_own
 from ls_plugin.errors import CheckpointError, UsageError
+from ls_plugin.loading import check_finite
 
 logger = logging.getLogger(__name__)
 
@@ -31,14 +32,14 @@ def average(paths: Sequence[str]) -> dict:
     Weights that are one tensor in all files (tied embeddings) stay one. 16-bit weights come out in fp32, integers are divided downwards.
 
     Raises:
-        CheckpointError: a file cannot be read, or holds other parameters than the first.
+        CheckpointError: a file cannot be read, holds other parameters than the first, or weights that are not finite.
     """
-    average = checkpoint.load_raw(paths[0])
+    average = _load(paths[0])
     sums = {name: _wide(x) for name, x in average["model"].items()}
     shapes = {name: x.shape for name, x in sums.items()}
     leaders = _leaders(average["model"])
     for path in paths[1:]:
-        model = checkpoint.load_raw(path)["model"]
+        model = _load(path)["model"]
         _check_same(path, {name: x.shape for name, x in model.items()}, paths[0], shapes)
         if leaders != _leaders(model):
             leaders = {name: name for name in sums}
@@ -51,6 +52,12 @@ def average(paths: Sequence[str]) -> dict:
     for entry in _EXTRA_LEFT_OUT:
         average.get("extra_state", {}).pop(entry, None)
     return average
+
+
+def _load(path: str) -> dict:
+    state = checkpoint.load_raw(path)
+    check_finite(path, state["model"].items())
+    return state
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:

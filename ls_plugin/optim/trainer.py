@@ -13,6 +13,7 @@ import contextlib
 import functools
 import logging
 import os
+import sys
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -24,7 +25,7 @@ from fairseq.trainer import Trainer
 from torch import Tensor
 
 from ls_plugin import host
-from ls_plugin.errors import UnsupportedError
+from ls_plugin.errors import CheckpointError, UnsupportedError
 from ls_plugin.optim import mixed_precision
 from ls_plugin.optim.adam import FairseqAdam
 from ls_plugin.rebinding import wrap
@@ -32,6 +33,7 @@ from ls_plugin.rebinding import wrap
 logger = logging.getLogger(__name__)
 
 NAME = "ls_adam"
+_CRASH = "crash.pt"  # fairseq's name for what a run that fails ends with
 _OUT_OF_MEMORY = "out of memory"  # in the message of torch's RuntimeError
 # What moves, shards or copies parameters by itself, or steps them in another way: the condition on the configuration, the flag, a remedy.
 _REFUSED = (
@@ -59,7 +61,9 @@ def install() -> None:
     wrap(Trainer, "_set_seed", _set_seed)
     wrap(Trainer, "state_dict", _state_dict)
     wrap(Trainer, "load_checkpoint", _load_checkpoint)
+    wrap(Trainer, "save_checkpoint", _save_one_checkpoint)
     wrap(Trainer, "lr_step", _lr_step)
+    wrap(NanDetector, "__init__", _watch_forward)
     wrap(checkpoint_utils, "save_checkpoint", _save_checkpoint)
 
 
@@ -132,8 +136,8 @@ def _step(self, samples: list, raise_oom: bool) -> Mapping | None:
         logger.info("NOTE: gradient overflow detected, ignoring gradient, %s", overflow)
         _name_overflows(self)
         self.zero_grad()
-    except FloatingPointError:
-        _save_crash(self)
+    except FloatingPointError as error:
+        _save_crash(self, error)
         _name_modules(self, samples)
         raise
     except RuntimeError as error:
@@ -350,19 +354,19 @@ def _check_norms(self, n_updates: int) -> None:
     if not all(finite):
         failed = n_updates - len(finite) + 1 + finite.index(False)
         raise FloatingPointError(
-            f"gradients are Nan/Inf at update {failed}, which left the weights as they were (they are in crash.pt); lower --lr, lengthen "
-            "--warmup-updates, or set --clip-norm"
+            f"gradients are Nan/Inf at update {failed}, which left the weights as they were; lower --lr, lengthen --warmup-updates, or "
+            "set --clip-norm"
         )
 
 
 def _check_norms_not_seen(self) -> None:
     """The same for updates since the last log interval, of which there are some where the host waits for the device."""
-    if not getattr(self, "_norms", ()):
+    if not vars(self).get("_norms"):  # an attribute of no other trainer; a mock would make one up
         return
     try:
         _check_norms(self, self.get_num_updates())
-    except FloatingPointError:
-        _save_crash(self)
+    except FloatingPointError as error:
+        _save_crash(self, error)
         raise
 
 
@@ -393,16 +397,36 @@ def _name_modules(self, samples: list) -> None:
         logger.warning("gradients are not finite in %d parameters: %s", len(names), ", ".join(names[:8]))
     self.zero_grad()
     self._set_seed()
-    # Of the backward pass the detector's hooks fail where a module returns nothing that has a gradient.
-    with NanDetector(self.get_model(), backward=False), torch.no_grad():
+    with NanDetector(self.get_model()), torch.no_grad():
         for sample in samples:
             sample, _ = self._prepare_sample(sample)
             self.criterion(self.model, sample)
 
 
-def _save_crash(self) -> None:
+def _watch_forward(stock, self, model, forward=True, backward=True) -> None:
+    """Without the detector's hooks on the backward pass, which end in StopIteration at an encoder's output and hide why training ended."""
+    stock(self, model, forward, backward=False)
+
+
+def _save_crash(self, diverged: FloatingPointError | None = None) -> None:
+    """Saves what a run ends with, and adds to the message of a run that diverged whether that could be written."""
     self.consolidate_optimizer()
-    self.save_checkpoint(os.path.join(self.cfg.checkpoint.save_dir, "crash.pt"), {})
+    written = self.save_checkpoint(os.path.join(self.cfg.checkpoint.save_dir, _CRASH), {})
+    if diverged is not None and written is not None:  # None: another rank writes
+        diverged.args = (f"{diverged}; {f'the weights are in {_CRASH}' if written else f'{_CRASH} cannot be written'}",)
+
+
+def _save_one_checkpoint(stock, self, filename, *args, **kwargs):
+    """Stock's; False for a ``crash.pt`` that cannot be written. The error of training that it is written for must not be hidden by that."""
+    if os.path.basename(filename) != _CRASH:
+        return stock(self, filename, *args, **kwargs)
+    cause = sys.exc_info()[1]
+    try:
+        return stock(self, filename, *args, **kwargs)
+    except CheckpointError as error:
+        logger.error("training ends at update %d: %s", self.get_num_updates() + 1, cause)
+        logger.error("%s", error)
+        return False
 
 
 # --- checkpoints

@@ -10,13 +10,16 @@ import sys
 import time
 from argparse import Namespace
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 import torch
 from fairseq import checkpoint_utils
+from fairseq.dataclass.configs import CheckpointConfig
 from fairseq.distributed import utils as distributed_utils
 from fairseq.logging import meters
+from fairseq.trainer import Trainer
 from omegaconf import OmegaConf
 
 from ls_plugin import checkpoint
@@ -174,16 +177,24 @@ def test_a_file_that_some_ranks_do_not_see_is_refused(tmp_path, monkeypatch):
     checkpoint._check_all_ranks_find(str(tmp_path / "there.pt"), "checkpoints")
 
 
-def test_a_missing_restore_file_is_refused(tmp_path):
-    with pytest.raises(CheckpointError, match="drop --restore-file"):
-        checkpoint_utils.load_checkpoint(checkpoint_config(tmp_path, tmp_path / "other.pt"), fake_trainer())
+@pytest.mark.parametrize("flag", ["restore_file", "continue_once"])
+def test_a_missing_file_to_resume_starts_from_scratch_with_a_warning(tmp_path, caplog, flag):
+    """As in fairseq, which says no more than "No existing checkpoint found"."""
+    cfg = checkpoint_config(tmp_path, **{flag: str(tmp_path / "other.pt")})
+    with pytest.raises(AttributeError):  # the fake configuration ends it, after the check
+        checkpoint_utils.load_checkpoint(cfg, fake_trainer())
+    flag = f"--{flag.replace('_', '-')}"
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
+        f"{flag} {tmp_path}/other.pt: no such file; training starts from scratch"
+    ]
 
 
-@pytest.mark.parametrize("flag", ["continue_once", "finetune_from_model"])
-def test_a_missing_file_to_start_from_is_refused_unless_there_is_one_to_resume(tmp_path, flag):
-    cfg = checkpoint_config(tmp_path, **{flag: str(tmp_path / "no.pt")})
-    remedy = f"drop --{flag.replace('_', '-')}"
-    with pytest.raises(CheckpointError, match=rf"no\.pt: must be a file, but does not exist.*{remedy}"):
+def test_a_missing_file_to_fine_tune_is_refused_unless_there_is_one_to_resume(tmp_path):
+    """In fairseq as well, by a ValueError."""
+    cfg = checkpoint_config(tmp_path, finetune_from_model=str(tmp_path / "no.pt"))
+    with pytest.raises(
+        CheckpointError, match=r"no\.pt: must be a file, but does not exist.*drop --finetune-from-model"
+    ):
         checkpoint_utils.load_checkpoint(cfg, fake_trainer())
     save(tmp_path / "checkpoint_last.pt")
     with pytest.raises(AttributeError):  # the fake configuration ends it, after the check
@@ -201,6 +212,35 @@ def test_flags_that_contradict_finetuning_are_refused(tmp_path):
     ):
         with pytest.raises(UsageError, match=rf"--finetune-from-model: cannot be {message}"):
             checkpoint_utils.load_checkpoint(checkpoint_config(tmp_path, **finetune, **options), fake_trainer())
+
+
+@pytest.mark.parametrize(
+    "entries, got",
+    [((), "a bare state dict of 2 tensors"), (("model",), "'model' alone"), (("cfg", "model"), "'cfg', 'model' alone")],
+    ids=["bare", "model", "cfg and model"],
+)
+def test_weights_alone_are_recognised(tmp_path, entries, got):
+    state = make_state()
+    torch.save({name: state[name] for name in entries} or state["model"], tmp_path / "w.pt")
+    with pytest.raises(CheckpointError, match=rf"w\.pt: must hold 'model', .*, got {got}; .*--finetune-from-model"):
+        load(tmp_path / "w.pt")
+
+
+@pytest.mark.parametrize("is_bare", [True, False])
+def test_a_run_may_begin_with_weights_alone(make_trainer, tmp_path, is_bare):
+    weights = {name: x.detach().clone() for name, x in make_trainer("ours").model.state_dict().items()}
+    weights["decoder.layers.0.fc1.bias"] += 1
+    torch.save(weights if is_bare else {"model": weights}, tmp_path / "w.pt")
+    trainer = make_trainer("ours", "--finetune-from-model", tmp_path / "w.pt")
+    _, epoch_itr = checkpoint_utils.load_checkpoint(trainer.cfg.checkpoint, trainer)
+    assert (epoch_itr.next_epoch_idx, trainer.get_num_updates()) == (1, 0)
+    assert trainer.train_step([next(epoch_itr.next_epoch_itr())]) is not None
+    checkpoint_utils.save_checkpoint(trainer.cfg.checkpoint, trainer, epoch_itr, None)
+    again = make_trainer("ours", "--finetune-from-model", tmp_path / "w.pt")
+    checkpoint_utils.load_checkpoint(again.cfg.checkpoint, again)
+    assert again.get_num_updates() == 1
+    bias = again.model.state_dict()["decoder.layers.0.fc1.bias"]
+    torch.testing.assert_close(bias, weights["decoder.layers.0.fc1.bias"], rtol=0, atol=0.1)
 
 
 def test_ema_seed_from_a_bad_file(tmp_path):
@@ -235,6 +275,25 @@ def test_stock_checkpoints_keep_their_names(tmp_path):
     state["cfg"]["optimizer"]["_name"] = "adam"
     assert "ls_plugin" not in torch.load(save(tmp_path / "c.pt", state))
     assert load(tmp_path / "c.pt")["cfg"].model.arch == "transformer"
+
+
+def test_a_trainer_that_is_not_ours_saves_and_loads(tmp_path):
+    """fairseq's own tests pass a mock."""
+    trainer = MagicMock(spec=Trainer)
+    trainer.checkpoint_suffix, trainer.data_parallel_rank = "", 0
+    trainer.get_num_updates.return_value = 3
+    trainer.load_checkpoint.return_value = None
+    trainer.task = SimpleNamespace()
+    trainer.save_checkpoint.side_effect = lambda path, extra: save(path, make_state())
+    cfg = CheckpointConfig(save_dir=str(tmp_path))
+    checkpoint_utils.save_checkpoint(cfg, trainer, MagicMock(epoch=1), 2.5)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "checkpoint1.pt",
+        "checkpoint_best.pt",
+        "checkpoint_last.pt",
+    ]
+    checkpoint_utils.load_checkpoint(cfg, trainer)
+    assert trainer.load_checkpoint.call_args.args[0] == str(tmp_path / "checkpoint_last.pt")
 
 
 def test_views_of_a_buffer_are_stored_without_it_and_ties_are_kept(tmp_path):

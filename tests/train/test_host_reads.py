@@ -156,11 +156,14 @@ def nan_loss(trainer, at_update):
     """Makes the loss, and so every gradient, NaN in one update."""
     stock = trainer.task.train_step
 
-    def train_step(*args, update_num, optimizer, **kwargs):
+    def train_step(*args, **kwargs):
+        if "update_num" not in kwargs:  # stock's search for the module at fault
+            return stock(*args, **kwargs)
+        update_num, optimizer = kwargs["update_num"], kwargs["optimizer"]
         backward = optimizer.backward
         optimizer.backward = lambda loss: backward(loss * math.nan if update_num == at_update else loss)
         try:
-            return stock(*args, update_num=update_num, optimizer=optimizer, **kwargs)
+            return stock(*args, **kwargs)
         finally:
             del optimizer.backward
 
@@ -209,3 +212,20 @@ def test_on_a_cpu_they_end_it_at_once(make_trainer, monkeypatch, caplog, capsys)
     assert _fairseq_command._tell("lightseq-train", error.value) == 1
     (line,) = capsys.readouterr().err.splitlines()[-1:]
     assert line.startswith("lightseq-train: error: gradients are Nan/Inf at update 3") and "crash.pt" in line
+
+
+@pytest.mark.parametrize("names", ["ours", "stock"])
+def test_a_crash_file_that_cannot_be_written_hides_no_cause(make_trainer, monkeypatch, tmp_path, caplog, names):
+    """A folder of its name stands for a full disk: both are the system's refusal."""
+    monkeypatch.setattr(host, "waits_for", lambda device: False)
+    (tmp_path / "crash.pt").mkdir()
+    trainer = make_trainer(names)
+    trainer.train_step([trainer.batches[0]])
+    with nan_loss(trainer, at_update=1), pytest.raises(FloatingPointError, match="gradients are Nan/Inf") as error:
+        trainer.train_step([trainer.batches[1]])
+    told = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert told[0].startswith("training ends at update 2: gradients are Nan/Inf")
+    assert told[1].startswith(f"checkpoint {tmp_path}/crash.pt: cannot be written: Is a directory")
+    if names == "ours":
+        assert str(error.value).startswith("gradients are Nan/Inf at update 2, which left the weights")
+        assert str(error.value).endswith("; crash.pt cannot be written")

@@ -339,7 +339,7 @@ from ls_plugin import checkpoint
 counted, flush = iter(range(1, 100)), os.fsync
 
 def fsync(descriptor):
-    if next(counted) == 7:  # two for each file: of the second save the copy that becomes checkpoint_last.pt
+    if next(counted) == int(os.environ["KILL_AT"]):
         os.kill(os.getpid(), signal.SIGKILL)
     flush(descriptor)
 
@@ -347,18 +347,27 @@ os.fsync = fsync
 """
 
 
-def test_a_run_that_is_killed_while_it_saves_goes_on_from_the_checkpoint_before(matrix, commands, losses, tmp_path):
+@pytest.mark.parametrize("n_saved", [1, 2])
+def test_a_run_that_is_killed_while_it_saves_goes_on_from_the_newest(matrix, commands, losses, tmp_path, n_saved):
+    """In the copy that becomes checkpoint_last.pt, of the first save or of the second."""
     (tmp_path / "killer").mkdir()
     (tmp_path / "killer" / "__init__.py").write_text(KILLS_ITSELF)
     saves = tmp_path / "saves"
     flags = [*SETTING, *flags_of(("ls_adam", "bf16")), "--save-interval-updates", "1", "--save-dir", saves]
-    log = commands.run(
-        "ls_plugin.cli.train", commands.data, *flags, "--user-dir", tmp_path / "killer", status=-signal.SIGKILL
+    commands.run(
+        "ls_plugin.cli.train",
+        commands.data,
+        *flags,
+        *("--user-dir", tmp_path / "killer"),
+        env={"KILL_AT": str(4 * n_saved - 1)},  # a file is flushed twice
+        status=-signal.SIGKILL,
     )
     left = sorted(path.name for path in saves.iterdir())
-    assert left == ["checkpoint_1_1.pt", "checkpoint_1_2.pt", "checkpoint_last.pt", "checkpoint_last.pt.tmp"]
-    updates = [torch.load(saves / name)["optimizer_history"][-1]["num_updates"] for name in left[:3]]
-    assert updates == [1, 2, 1]
+    whole = [f"checkpoint_1_{n}.pt" for n in range(1, n_saved + 1)] + ["checkpoint_last.pt"] * (n_saved > 1)
+    assert left == [*whole, "checkpoint_last.pt.tmp"]
+    updates = [torch.load(saves / name)["optimizer_history"][-1]["num_updates"] for name in whole]
+    assert updates == [1, 2, 1][: len(whole)]
     log = commands.run("ls_plugin.cli.train", commands.data, *flags)
-    assert losses(log) == losses(matrix.logs["ls_adam bf16"])[1:]
+    assert f"going on from {saves}/checkpoint_1_{n_saved}.pt ({n_saved} updates)" in log
+    assert losses(log) == losses(matrix.logs["ls_adam bf16"])[n_saved:]
     assert not list(saves.glob("*.tmp"))
