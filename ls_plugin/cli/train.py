@@ -7,6 +7,7 @@ from fairseq import options
 
 from ls_plugin.cli._fairseq_command import check_and_run, run
 from ls_plugin.deepspeed import config as deepspeed_config
+from ls_plugin.errors import UsageError
 from ls_plugin.rebinding import wrap
 
 _stock_main = stock.main
@@ -42,8 +43,19 @@ def _configure(stock_convert, args):
     return cfg
 
 
+def _valid_stats(stock_get_valid_stats, cfg, trainer, stats: dict, *args) -> dict:
+    """Stock's, which ends in a KeyError where validation does not log the figure that chooses the best checkpoint."""
+    metric = cfg.checkpoint.best_checkpoint_metric
+    if metric not in stats:
+        raise UsageError(
+            f"--best-checkpoint-metric {metric}: must be a figure of the validation, which logs {', '.join(stats)}; choose one of these"
+        )
+    return stock_get_valid_stats(cfg, trainer, stats, *args)
+
+
 def main() -> None:
     stock.main = worker_main
+    wrap(stock, "get_valid_stats", _valid_stats)
     wrap(options, "get_training_parser", _parser_with_deepspeed)
     wrap(stock, "convert_namespace_to_omegaconf", _configure)
     required = {"--arch": "ls_transformer", "--optimizer": "ls_adam", "--max-tokens": "4096"}

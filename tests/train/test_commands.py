@@ -1,17 +1,27 @@
 """The console scripts on bad input: one line that says what to do, an exit status, no traceback."""
 
 import logging
+import re
 import shutil
 import sys
 
+import fairseq_cli.eval_lm
 import fairseq_cli.train
 import pytest
+import torch
 
-from ls_plugin.cli import _fairseq_command, generate, interactive, train, validate
+from ls_plugin.cli import _fairseq_command, average, eval_lm, generate, interactive, train, validate
 from ls_plugin.cli._fairseq_command import EXIT_USAGE
 from ls_plugin.errors import CheckpointError, UnsupportedError
 
-MAINS = {"train": train.main, "validate": validate.main, "generate": generate.main, "interactive": interactive.main}
+MAINS = {
+    "train": train.main,
+    "validate": validate.main,
+    "generate": generate.main,
+    "interactive": interactive.main,
+    "eval-lm": eval_lm.main,
+    "average": average.main,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -27,6 +37,7 @@ def keep_logging():
 def stay_alive(monkeypatch):
     """In this process an error raises SystemExit; the real function would end pytest."""
     monkeypatch.setattr(_fairseq_command, "leave", sys.exit)
+    monkeypatch.setattr(fairseq_cli.eval_lm, "main", fairseq_cli.eval_lm.main)  # restores what the command rebinds
 
 
 @pytest.fixture
@@ -121,9 +132,107 @@ def test_checkpoint_of_another_model(run_command, commands, trained, tmp_path):
     assert_one_line(errors, "Cannot load model parameters", "flags of the model that was saved")
 
 
-@pytest.mark.parametrize("command", ["generate", "interactive"])
+@pytest.fixture
+def damaged(trained, tmp_path):
+    """Writes our checkpoint with its weights changed by a function."""
+
+    def write(change):
+        state = torch.load(trained["ours"][0] / "checkpoint_last.pt", weights_only=False)
+        change(state["model"])
+        torch.save(state, tmp_path / "damaged.pt")
+        return tmp_path / "damaged.pt"
+
+    return write
+
+
+def commands_that_load(data, path, folder):
+    """Of each command that reads a model: its flags."""
+    task = ["--task", "translation", "--max-tokens", "300"]
+    return {
+        "generate": [data, "--path", path, "--cpu"],
+        "validate": [data, "--path", path, "--cpu", *task],
+        "interactive": [data, "--path", path, "--cpu"],
+    }
+
+
+def test_weights_that_are_not_finite_are_named_with_their_file(
+    run_command, commands, damaged, training_flags, tmp_path
+):
+    def spoil(model):
+        model["decoder.layers.1.fc1.weight"][3, 5] = float("nan")
+        model["decoder.layers.1.fc2.bias"][:] = float("inf")
+
+    path = damaged(spoil)
+    told = f"checkpoint {path}: weights must be finite, got NaN in decoder.layers.1.fc1.weight and in 1 more"
+    resuming = [commands.data, *training_flags["ours"], "--save-dir", tmp_path / "save", "--restore-file", path]
+    averaging = ["--inputs", path, path, "--output", tmp_path / "mean.pt"]
+    calls = {**commands_that_load(commands.data, path, tmp_path), "train": resuming, "average": averaging}
+    for command, flags in calls.items():
+        status, errors = run_command(command, *flags)
+        assert status == 1, command
+        assert_one_line(errors, told)
+    assert not (tmp_path / "mean.pt").exists()
+
+
+def test_parameters_that_are_missing_or_unknown_are_named(run_command, commands, damaged, tmp_path):
+    def rename(model):
+        for layer in (0, 1):
+            for kind in ("weight", "bias"):
+                model[f"encoder.layers.{layer}.other.{kind}"] = model.pop(f"encoder.layers.{layer}.fc1.{kind}")
+
+    path = damaged(rename)
+    for command, flags in commands_that_load(commands.data, path, tmp_path).items():
+        status, errors = run_command(command, *flags)
+        assert status == 1, command
+        first = "encoder.layers.0.{0}.weight, encoder.layers.0.{0}.bias, encoder.layers.1.{0}.weight and 1 more"
+        assert_one_line(errors, f"checkpoint {path}: ", f"missing {first.format('fc1')}; unexpected")
+
+
+def test_every_file_of_a_path_is_validated(commands, trained, monkeypatch, capsys):
+    """Joined by colons, as the help of --path says."""
+    first, last = (trained["ours"][0] / name for name in ("checkpoint_1_10.pt", "checkpoint_last.pt"))
+
+    def losses(path):
+        flags = [commands.data, "--path", path, "--task", "translation", "--max-tokens", 300, "--cpu"]
+        monkeypatch.setattr(sys, "argv", ["lightseq-validate", *map(str, flags), "--log-format", "simple"])
+        validate.main()
+        return re.findall(r"valid \| .*\bloss ([\d.]+)", capsys.readouterr().out)
+
+    both = losses(f"{first}:{last}")
+    assert both == losses(first) + losses(last)
+    assert both[0] != both[1]
+
+
+def test_fewer_batches_than_the_checkpoint_has_seen(run_command, commands, trained, training_flags, tmp_path):
+    path = trained["ours"][0] / "checkpoint_1_10.pt"
+    flags = [*training_flags["ours"], "--restore-file", path, "--max-tokens", 100_000, "--save-dir", tmp_path]
+    status, errors = run_command("train", commands.data, *flags)
+    assert status == 1
+    assert_one_line(errors, f"checkpoint {path}: was saved after more batches of its epoch", "--reset-dataloader")
+
+
+@pytest.mark.parametrize("metric, flag", [("bleu", "--eval-bleu"), ("accuracy", "--report-accuracy")])
+def test_a_figure_that_is_not_logged_chooses_no_checkpoint(run_command, commands, tmp_path, metric, flag):
+    flags = [*BASE, "--criterion", "label_smoothed_cross_entropy", "--best-checkpoint-metric", metric]
+    status, errors = run_command("train", commands.data, *flags, "--save-dir", tmp_path)
+    assert status == 2
+    assert_one_line(errors, f"--best-checkpoint-metric {metric}: needs {flag}")
+
+
+def test_a_figure_that_validation_does_not_know(run_command, commands, tmp_path):
+    flags = [*BASE, "--best-checkpoint-metric", "blue", "--max-update", 1, "--lr", "0.1", "--num-workers", 0]
+    status, errors = run_command("train", commands.data, *flags, "--save-dir", tmp_path)
+    assert status == 2
+    assert_one_line(errors, "--best-checkpoint-metric blue: must be a figure of the validation, which logs ", " loss, ")
+
+
+@pytest.mark.parametrize("command", ["generate", "interactive", "eval-lm"])
 def test_missing_model_file(run_command, commands, tmp_path, command):
-    status, errors = run_command(command, commands.data, "--path", tmp_path / "no.pt", "--cpu")
+    if command == "eval-lm":
+        (tmp_path / "dict.txt").symlink_to(commands.data / "dict.de.txt")
+    status, errors = run_command(
+        command, tmp_path if command == "eval-lm" else commands.data, "--path", tmp_path / "no.pt", "--cpu"
+    )
     assert status == 1
     assert_one_line(errors, "no.pt")
 
@@ -143,6 +252,7 @@ def test_missing_model_file(run_command, commands, tmp_path, command):
         ("train", ["--max-tokens", "9"], ["data", "--arch", "--optimizer"], ["--max-tokens"]),
         ("train", ["data", "-a", "ls_transformer", "--max-sentences", "9"], ["--optimizer"], ["data", "--arch"]),
         ("generate", [], ["data", "--path"], []),
+        ("eval-lm", [], ["data", "--path"], []),
         ("interactive", ["data", "--beam", "4"], ["--path"], ["data"]),
     ],
 )

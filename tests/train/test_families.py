@@ -98,6 +98,29 @@ def test_stock_finds_the_perplexity_that_we_find_without_the_plugin(commands, da
     assert 15 < ours["perplexity"] < 30  # of 24 words, after three updates; nothing scored would be 1
 
 
+def test_lightseq_eval_lm_finds_it_too(commands, data, train_arch):
+    """Of one model, and of several, which stock takes for one file; and it says where nothing was scored."""
+    checkpoint = train_arch("ls_transformer_lm") / "checkpoint_last.pt"
+
+    def start(path, *flags):
+        flags = [data["transformer_lm"], "--path", path, "--gen-subset", "valid", "--cpu", *flags]
+        return commands.start("ls_plugin.cli.eval_lm", *flags)
+
+    runs = [
+        start(checkpoint, "--tokens-per-sample", 32),
+        start(f"{checkpoint}:{checkpoint}", "--tokens-per-sample", 32),
+    ]
+    nothing = start(checkpoint, "--tokens-per-sample", 2000)
+    flags = [data["transformer_lm"], "--path", checkpoint, "--gen-subset", "valid", "--cpu", "--tokens-per-sample", 32]
+    args = options.parse_args_and_arch(options.get_eval_lm_parser(), [str(flag) for flag in flags])
+    expected = eval_lm.main(convert_namespace_to_omegaconf(args))
+    for run in runs:
+        assert f"Loss (base 2): {expected['loss']:.4f}, Perplexity: {expected['perplexity']:.2f}" in commands.finish(
+            run
+        )
+    assert "lightseq-eval-lm: error: --gen-subset valid: no token was scored" in commands.finish(nothing, 1)
+
+
 # --- from_pretrained
 
 
