@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import math
 
 import pytest
@@ -71,7 +72,7 @@ def make_trainer(make_trainer, monkeypatch):
 def reads_of_updates(trainer, n_updates, n_batches=1):
     """Reads in each of some updates, with a look at the log where the command would take it; and the last log."""
     counts, log = [], None
-    batches = iter(trainer.batches)
+    batches = itertools.cycle(trainer.batches)
     metrics.reset_meters("train_inner") if metrics.get_meters("train_inner") else None
     for _ in range(n_updates):
         with Reads() as reads, metrics.aggregate("train_inner"):
