@@ -286,6 +286,7 @@ def test_a_trainer_that_is_not_ours_saves_and_loads(tmp_path):
     trainer.task = SimpleNamespace()
     trainer.save_checkpoint.side_effect = lambda path, extra: save(path, make_state())
     cfg = CheckpointConfig(save_dir=str(tmp_path))
+    vars(checkpoint_utils.save_checkpoint).pop("best", None)  # of other runs in this process
     checkpoint_utils.save_checkpoint(cfg, trainer, MagicMock(epoch=1), 2.5)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "checkpoint1.pt",

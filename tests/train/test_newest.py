@@ -55,7 +55,7 @@ class Run:
         checkpoint_utils.torch_persistent_save(state | {"optimizer_history": [{"num_updates": self.n_updates}]}, path)
 
     def save(self, n_updates, val_loss=None):
-        vars(checkpoint_utils.save_checkpoint.__wrapped__).pop("best", None)
+        vars(checkpoint_utils.save_checkpoint).pop("best", None)  # of the process
         self.n_updates = n_updates
         position = {"epoch": 1, "iterations_in_epoch": n_updates}
         epoch_itr = SimpleNamespace(epoch=1, end_of_epoch=lambda: False, state_dict=lambda: position)
@@ -73,6 +73,12 @@ class Run:
 def cut_short(folder, n_updates, val_loss=None):
     """A save of which nothing but the first file was written."""
     Run(folder, no_last_checkpoints=True).save(n_updates)
+
+
+@pytest.fixture(autouse=True)
+def forget_the_best():
+    yield
+    vars(checkpoint_utils.save_checkpoint).pop("best", None)
 
 
 @pytest.mark.parametrize("is_first", [True, False], ids=["first save", "later save"])
