@@ -51,6 +51,8 @@ def install() -> None:
     """Checks what is opened from now on.  Calling it again changes nothing."""
     wrap(indexed_dataset, "make_dataset", _make_dataset)
     wrap(Dictionary, "add_from_file", _add_from_file)
+    wrap(MMapIndexedDataset, "__del__", _delete)
+    wrap(MMapIndexedDataset.Index, "__del__", _delete)
 
 
 def _make_dataset(stock, path: str, impl: str, fix_lua_indexing: bool = False, dictionary: Dictionary | None = None):
@@ -138,6 +140,12 @@ def _check_tokens(name: str, dtype, n_entries: int, offset: int) -> None:
                 "it was written with another dictionary: write it again with this one (--srcdict, --tgtdict), or copy the dictionary "
                 "that belongs to it"
             )
+
+
+def _delete(stock, self) -> None:
+    """Without the lines about an ignored AttributeError, where the files could not be opened."""
+    with contextlib.suppress(AttributeError):
+        stock(self)
 
 
 def _add_from_file(stock, self, f) -> None:

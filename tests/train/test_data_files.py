@@ -54,6 +54,7 @@ def test_whole_data_is_read_as_before(tmp_path, dictionary, impl):
 @pytest.mark.parametrize("impl", FORMATS)
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])
 @pytest.mark.parametrize("left", ["nothing", "half", "all but one byte", "all but one number"])
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")  # of fairseq's __del__
 def test_a_file_that_is_cut_off_is_named(tmp_path, dictionary, impl, suffix, left):
     path = write(tmp_path / "train", impl)
     n_bytes = os.path.getsize(path + suffix)
