@@ -4,7 +4,9 @@ Importing it, as ``fairseq-train --user-dir ls_plugin`` and the ``lightseq-*`` c
 criterion and optimizer with fairseq.
 """
 
+import contextlib
 import functools
+import logging
 import os.path
 import sys
 
@@ -12,6 +14,17 @@ from ls_plugin import _versions
 from ls_plugin.cli.doctor import shut_out_unrelated_apex
 
 __version__ = _versions.VERSION
+
+
+@contextlib.contextmanager
+def _without_remarks():
+    """fairseq's import remarks on tensorboardX, which one task of speech would use; lightseq-doctor has a line for it."""
+    remarks = logging.getLogger("fairseq.tasks.text_to_speech")
+    remarks.disabled = True
+    try:
+        yield
+    finally:
+        remarks.disabled = False
 
 
 @functools.cache
@@ -26,7 +39,7 @@ def register() -> None:
     from ls_plugin import deepspeed, safe_eval
 
     safe_eval.install()
-    with deepspeed.left_out():
+    with deepspeed.left_out(), _without_remarks():
         from ls_plugin import (  # noqa: F401
             checkpoint,
             compat,

@@ -138,10 +138,15 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _paths(words: Sequence[str]) -> list[str]:
+    """The inputs, joined by blanks, commas, or both; a comma may be part of a name as well."""
+    return [path for word in words for path in ([word] if os.path.exists(word) else word.split(",")) if path]
+
+
 def _run() -> None:
     args = parser().parse_args()
     n = args.num_epoch_checkpoints or args.num_update_checkpoints
-    paths = args.inputs
+    paths = _paths(args.inputs)
     if n is not None:
         if len(paths) != 1:
             raise UsageError(f"--inputs: must be one folder with --num-*-checkpoints, got {len(paths)} paths")
@@ -150,6 +155,11 @@ def _run() -> None:
     elif args.checkpoint_upper_bound is not None:
         raise UsageError(
             "--checkpoint-upper-bound: needs --num-epoch-checkpoints or --num-update-checkpoints; add one, or drop it"
+        )
+    elif folders := [path for path in paths if os.path.isdir(path)]:
+        raise UsageError(
+            f"--inputs {folders[0]}: is a directory, which needs --num-epoch-checkpoints N (its last N epochs) or "
+            "--num-update-checkpoints N (the last N of --save-interval-updates); add one, or name checkpoint files"
         )
     logger.info("averaging %s", ", ".join(paths))
     checkpoint_utils.torch_persistent_save(average(paths), args.output)

@@ -241,6 +241,25 @@ def check_deepspeed() -> Check:
     return Check("DeepSpeed", OK, version or "not installed; optional: pip install 'ls_plugin[deepspeed]'")
 
 
+# Of fairseq's options: what needs a package, and the distributions of which one is enough. The first is what to install.
+OPTIONAL = {
+    "curves (--tensorboard-logdir)": ("tensorboardX", "tensorboard"),
+    "curves on wandb.ai (--wandb-project)": ("wandb",),
+    "BLEU (--eval-bleu, --scoring sacrebleu)": ("sacrebleu",),
+    "Moses' words (--eval-bleu-detok moses, --tokenizer moses)": ("sacremoses",),
+}
+
+
+def check_optional() -> list[Check]:
+    """A line for each package that some option of fairseq needs."""
+    checks = []
+    for purpose, names in OPTIONAL.items():
+        found = [f"{name} {version_of(name)}" for name in names if version_of(name)]
+        without = f"not installed; optional, for {purpose}: pip install {names[0]}"
+        checks.append(Check(names[0], OK, f"{found[0]}, for {purpose}" if found else without))
+    return checks
+
+
 def diagnose() -> list[Check]:
     """All lines, in the order of the report."""
     torch = probe(TORCH_PROBE)
@@ -255,6 +274,7 @@ def diagnose() -> list[Check]:
         *check_library_on_gpu(torch, plugin),
         check_apex(),
         check_deepspeed(),
+        *check_optional(),
     ]
 
 

@@ -20,6 +20,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ls_plugin.arguments import Listed
 from ls_plugin.errors import UsageError
 from ls_plugin.report import lecture, published, tables
 from ls_plugin.report.roofline import GPUS, Gpu, seconds
@@ -29,16 +30,19 @@ _FORMULA = "time = launches x launch cost + max(bytes / bandwidth, FLOPs / rate)
 _CONSTANTS = "Constants (products and other ops in TFLOP/s; launch: the lecture's 4 us, of its 3 to 5; the rest: NVIDIA's data sheets)"
 _CLIP_PHASES = ("clip", "update")  # of the optimizer
 _PRECISIONS = ("fp16", "bf16", "fp32")
-_DEFAULTS = {"max_tokens": "4096", "gpu": "A100", "precision": "fp16", "vocab": "32000", "stock_attention": "fused"}
+_DEFAULTS = {"max_tokens": ["4096"], "gpu": ["A100"], "precision": "fp16", "vocab": "32000", "stock_attention": "fused"}
 _OF_STEPS = ("arch", *_DEFAULTS, "sentence_length", "flags")  # flags that --lecture and --published leave no room for
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--arch", metavar="A,…", help="fairseq's architectures of translation and language models, without ls_"
+        "--arch",
+        action=Listed,
+        metavar="A",
+        help="fairseq's architectures of translation and language models, without ls_",
     )
-    parser.add_argument("--max-tokens", metavar="N,…", help="tokens of a batch (default 4096)")
-    parser.add_argument("--gpu", metavar="G,…", help=f"of {', '.join(GPUS)} (default A100)")
+    parser.add_argument("--max-tokens", action=Listed, metavar="N", help="tokens of a batch (default 4096)")
+    parser.add_argument("--gpu", action=Listed, metavar="G", help=f"of {', '.join(GPUS)} (default A100)")
     parser.add_argument("--precision", choices=_PRECISIONS, help="default fp16")
     parser.add_argument("--vocab", metavar="V", help="entries of the dictionary (default 32000)")
     parser.add_argument(
@@ -80,8 +84,8 @@ def run(args: argparse.Namespace) -> int:
     for name, value in _DEFAULTS.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    gpus = [_gpu(name, args.precision) for name in _list("--gpu", args.gpu)]
-    sizes = sorted({_number("--max-tokens", size) for size in _list("--max-tokens", args.max_tokens)})
+    gpus = [_gpu(name, args.precision) for name in args.gpu]
+    sizes = sorted({_number("--max-tokens", size) for size in args.max_tokens})
     if args.out is not None:
         if args.lecture:
             raise UsageError("--out: nothing is written for --lecture, which prints its figures; drop one of them")
@@ -102,13 +106,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 # ---- Flags ----
-
-
-def _list(flag: str, text: str) -> list[str]:
-    found = [part.strip() for part in text.split(",") if part.strip()]
-    if not found:
-        raise UsageError(f"{flag}: must name one or more, joined by commas, got {text!r}")
-    return found
 
 
 def _number(flag: str, text: str, least: int = 1) -> int:
@@ -149,7 +146,7 @@ def _run_steps(args: argparse.Namespace, gpus: list[Gpu], sizes: list[int]) -> i
     length = None if args.sentence_length is None else _number("--sentence-length", args.sentence_length)
     asked = [
         Step(arch, args.precision, vocab, length, tuple(args.flags), args.stock_attention == "fused")
-        for arch in _list("--arch", args.arch)
+        for arch in args.arch
     ]
     for step in asked:
         step.family  # noqa: B018 (an unknown one is refused before any is traced)

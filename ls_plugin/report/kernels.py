@@ -30,6 +30,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from ls_plugin.arguments import Listed
 from ls_plugin.errors import UsageError
 from ls_plugin.report import tables
 
@@ -52,8 +53,8 @@ SECONDS = 3.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the report, made if need be")
     parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
-    parser.add_argument("--ops", nargs="+", default=STEMS, metavar="OP", help=f"default: all: {', '.join(STEMS)}")
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="default: all three")
+    parser.add_argument("--ops", action=Listed, default=STEMS, metavar="OP", help=f"default: all: {', '.join(STEMS)}")
+    parser.add_argument("--dtypes", action=Listed, choices=DTYPES, default=list(DTYPES), help="default: all three")
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: as torch has it)")
     parser.add_argument(
         "--seconds", type=float, default=SECONDS, metavar="S", help="timing of a case, at most (default %(default)g)"

@@ -30,7 +30,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from ls_plugin.arguments import values
+from ls_plugin.arguments import Listed, values
 from ls_plugin.errors import UsageError
 
 WARM_UP = 10  # first touch of memory, start of threads, compilation
@@ -49,7 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", default="", help="title of the report (default: the architecture)")
     parser.add_argument(
         "--contenders",
-        help="separated by commas: stock, ls, and stock+ with medium, fused_adam, compile, apex, several joined by + "
+        action=Listed,
+        metavar="NAME",
+        help="stock, ls, and stock+ with medium, fused_adam, compile, apex, several joined by + "
         "(default: stock,ls,stock+fused_adam,stock+apex; without apex where it is not installed; compile takes minutes, and runs "
         "only where it is asked for)",
     )
@@ -180,7 +182,7 @@ class Session:
         """
         from ls_plugin.report import commands
 
-        asked = [name for name in (self.args.contenders or "").split(",") if name]
+        asked = self.args.contenders or []
         names = asked or DEFAULT_CONTENDERS
         chosen = []
         for contender in map(commands.parse, dict.fromkeys(names)):

@@ -22,6 +22,7 @@ sys.path.insert(0, str(ROOT))
 warnings.simplefilter("ignore")
 logging.disable(logging.INFO)
 
+from ls_plugin.arguments import Listed  # noqa: E402
 from ls_plugin.report import op_timing, tables  # noqa: E402
 from tests.simt import floors, nvcc  # noqa: E402
 
@@ -87,7 +88,9 @@ def byte_rows(ops: list[str]) -> list[list[str]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("ops", nargs="*", help=f"which ops (default: all): {', '.join(nvcc.OPS)}")
+    parser.add_argument(
+        "ops", action=Listed, nargs="*", metavar="OP", help=f"which ops (default: all): {', '.join(nvcc.OPS)}"
+    )
     parser.add_argument(
         "--out", type=Path, default=ROOT / "build" / "cuda_report.md", help="default build/cuda_report.md"
     )

@@ -430,9 +430,14 @@ def measure(names: list[str], keep: bool) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     """The exit status: 1 where a figure does not hold or a README differs from the results."""
+    sys.path.append(str(ROOT))  # the clone's ls_plugin, unless one is installed
+    from ls_plugin.arguments import Listed
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing, compare the READMEs with the results")
-    parser.add_argument("--measure", nargs="*", metavar="NAME", choices=list(SOURCES), help=f"of {', '.join(SOURCES)}")
+    parser.add_argument(
+        "--measure", action=Listed, nargs="*", metavar="NAME", choices=list(SOURCES), help=f"of {', '.join(SOURCES)}"
+    )
     parser.add_argument("--keep", action="store_true", help="with --measure: keep what was measured as the results")
     args = parser.parse_args(arguments)
     if args.keep and args.measure is None:

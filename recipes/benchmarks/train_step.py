@@ -48,6 +48,7 @@ from fairseq.trainer import Trainer  # noqa: E402
 from live_bytes import LiveBytes  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from ls_plugin.arguments import Listed  # noqa: E402
 from ls_plugin.report import op_timing as timing  # noqa: E402
 from ls_plugin.report import tables  # noqa: E402
 from ls_plugin.report.dispatched import OpCounter, storages  # noqa: E402
@@ -364,10 +365,12 @@ PARTS = {"ops": (measure_ops, ops_table), "time": (measure_time, time_table), "m
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"which of {', '.join(PARTS)} (default: all)")
+    parser.add_argument(
+        "parts", action=Listed, nargs="*", metavar="PART", help=f"which of {', '.join(PARTS)} (default: all)"
+    )
     parser.add_argument("--layers", type=int, default=6, help="of encoder and of decoder, in ops and time (default 6)")
     parser.add_argument("--rounds", type=int, default=100, help="timed steps of each kind (default 100)")
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["S", "B"], help="in memory (default S B)")
+    parser.add_argument("--sizes", action=Listed, choices=SIZES, default=["S", "B"], help="in memory (default S B)")
     parser.add_argument("--pre-norm", action="store_true", help="layer norm first in both stacks")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default 1)")
     parser.add_argument("--out", type=Path, help="write the results here as JSON")

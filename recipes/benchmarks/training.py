@@ -47,6 +47,7 @@ import training_pictures as pictures  # noqa: E402
 import training_runs as runs  # noqa: E402
 import training_scaling as scaling  # noqa: E402
 
+from ls_plugin.arguments import Listed  # noqa: E402
 from ls_plugin.report import figures, op_timing, processes, records, tables  # noqa: E402
 from ls_plugin.report.machine import machine as machine_of  # noqa: E402
 
@@ -378,14 +379,10 @@ def to_json(content: dict) -> str:
     return re.sub(r"\[\s+([^\[\]{}\"]+?)\s+\]", lambda found: "[" + " ".join(found[1].split()) + "]", text) + "\n"
 
 
-def names(text: str) -> list[str]:
-    return [name for name in re.split(r"[,\s]+", text) if name]
-
-
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--rows", nargs="+", choices=runs.ROWS, default=list(DEFAULT_ROWS), help="default: S B B32 S256 LM"
+        "--rows", action=Listed, choices=runs.ROWS, default=list(DEFAULT_ROWS), help="default: S B B32 S256 LM"
     )
     parser.add_argument(
         "--scaling", action="store_true", help="not the table but the curves along tokens, layers and V"
@@ -397,10 +394,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         choices=runs.ROWS,
         help="not the table but generation (beam 4) and validation, of this row's model (default S)",
     )
-    parser.add_argument("--precisions", type=names, default=list(PRECISIONS), help="of ls (default fp32,bf16)")
+    parser.add_argument("--precisions", action=Listed, default=list(PRECISIONS), help="of ls (default fp32,bf16)")
     parser.add_argument(
         "--baselines",
-        type=names,
+        action=Listed,
+        nargs="*",
         default=list(BASELINES),
         help="what stock is given, several at once joined by + (default medium,fused_adam,compile; none: '')",
     )

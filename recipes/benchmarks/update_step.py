@@ -48,6 +48,7 @@ from omegaconf import OmegaConf  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 from ls_plugin import packing  # noqa: E402 (its import registers ls_ names, too)
+from ls_plugin.arguments import Listed  # noqa: E402
 from ls_plugin.report import op_timing as timing  # noqa: E402
 from ls_plugin.report import tables  # noqa: E402
 from ls_plugin.report.dispatched import storages  # noqa: E402
@@ -308,9 +309,9 @@ def draw(results: list[dict], title: str, path: Path) -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["10M", "70M"], help="default: 10M 70M")
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="default: all three")
-    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2], help="CPU threads (default 1 2)")
+    parser.add_argument("--sizes", action=Listed, choices=SIZES, default=["10M", "70M"], help="default: 10M 70M")
+    parser.add_argument("--modes", action=Listed, choices=MODES, default=list(MODES), help="default: all three")
+    parser.add_argument("--threads", action=Listed, type=int, default=[1, 2], help="CPU threads (default 1 2)")
     parser.add_argument("--rounds", type=int, default=11, help="timed steps of each contender (default 11)")
     parser.add_argument("--out", type=Path, help="write the results here as JSON, and beside it the picture")
     args = parser.parse_args()

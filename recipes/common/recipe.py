@@ -176,7 +176,7 @@ class Recipe:
         options: Flags = {
             "--out": folder,
             "--name": name,
-            "--contenders": args.contenders or "stock,ls",
+            "--contenders": ",".join(args.contenders or ("stock", "ls")),
             "--rounds": args.rounds,
             "--updates": args.updates,
         }
@@ -418,19 +418,17 @@ def sweep_table(rows: list[tuple[int, dict]], published: dict[int, float]) -> tu
 # ---- Command ----
 
 
-def tokens(text: str) -> list[int]:
-    try:
-        found = [int(word) for word in text.split(",")]
-    except ValueError:
-        found = []
-    if not found or min(found) < 1:
+def tokens(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(
-            f"must be numbers joined by commas, e.g. 512,1024,2048,4096,8192,15000, got {text}"
+            f"must be whole numbers of at least 1, e.g. 512,1024,2048,4096,8192,15000, got {text!r}"
         )
-    return found
+    return int(text)
 
 
 def parse_args(recipe: type[Recipe], arguments: list[str] | None = None) -> argparse.Namespace:
+    from ls_plugin.arguments import Listed
+
     arguments = sys.argv[1:] if arguments is None else arguments
     split = arguments.index("--") if "--" in arguments else len(arguments)
     folder = Path(sys.modules[recipe.__module__].__file__).resolve().parent
@@ -449,8 +447,9 @@ def parse_args(recipe: type[Recipe], arguments: list[str] | None = None) -> argp
     )
     modes.add_argument(
         "--sweep",
+        action=Listed,
         type=tokens,
-        metavar="N,N,…",
+        metavar="N",
         help="compare at each --max-tokens, e.g. 512,1024,2048,4096,8192,15000, LightSeq's",
     )
     modes.add_argument(
@@ -467,7 +466,9 @@ def parse_args(recipe: type[Recipe], arguments: list[str] | None = None) -> argp
     parser.add_argument(
         "--rounds", type=int, metavar="N", help="how often the contenders take turns (default: lightseq-report's, 2)"
     )
-    parser.add_argument("--contenders", help="as of lightseq-report run (default stock,ls)")
+    parser.add_argument(
+        "--contenders", action=Listed, metavar="NAME", help="as of lightseq-report run (default stock,ls)"
+    )
     parser.add_argument(
         "--resume", action="store_true", help="keep what an earlier comparison measured, go on from there"
     )

@@ -112,6 +112,23 @@ def test_an_apex_that_is_one_file_is_not_nvidias(tmp_path, versions):
     assert "unrelated" in doctor.check_apex([str(tmp_path)]).found
 
 
+def test_optional_packages(versions):
+    lines = {check.name: check for check in doctor.check_optional()}
+    assert all(check.state == doctor.OK for check in lines.values())
+    assert lines["sacremoses"].found.endswith("--tokenizer moses): pip install sacremoses")
+    versions.update(tensorboard="2.20.0", wandb="0.22.0")
+    lines = {check.name: check.found for check in doctor.check_optional()}
+    assert lines["tensorboardX"].startswith("tensorboard 2.20.0, for curves")  # fairseq takes either
+    assert lines["wandb"].startswith("wandb 0.22.0") and lines["sacrebleu"].startswith("not installed; optional")
+
+
+def test_importing_the_plugin_says_nothing_of_optional_packages(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", "import ls_plugin"], capture_output=True, text=True, cwd=tmp_path, check=False
+    )
+    assert done.returncode == 0 and "tensorboard" not in done.stdout + done.stderr
+
+
 def test_probes_survive_what_they_try():
     assert doctor.probe("print('noise'); print('{\"a\": 1}')") == {"a": 1}
     assert doctor.probe("raise ImportError('no such thing')") == {"error": "ImportError: no such thing"}
@@ -146,6 +163,10 @@ def test_the_command_here(tmp_path):
         "compiled library",
         "apex",
         "DeepSpeed",
+        "tensorboardX",
+        "wandb",
+        "sacrebleu",
+        "sacremoses",
     }
 
 

@@ -109,7 +109,7 @@ def test_wmt14_is_what_lightseq_trains(make):
 @pytest.mark.parametrize(
     "flags, words",
     [
-        (["--sweep", "512,x"], "--sweep: must be numbers joined by commas"),
+        (["--sweep", "512,x"], "--sweep: must be whole numbers of at least 1"),
         (["--updates", "1"], "--updates must be at least 4, got 1"),
         (
             ["--train", "ls", "--updates", "100"],

@@ -58,6 +58,12 @@ def test_mean(tmp_path, run):
     assert torch.load(paths[0])["model"]["weight"].tolist() == [1.0, 2.0]
 
 
+def test_inputs_are_joined_by_blanks_or_commas(tmp_path, run):
+    paths = [save(tmp_path / name, [float(i)]) for i, name in enumerate(("1.pt", "2.pt", "a,b.pt"))]
+    assert run("--inputs", f"{paths[0]},{paths[1]}", paths[2], "--output", tmp_path / "mean.pt")[0] == 0
+    assert torch.load(tmp_path / "mean.pt")["model"]["weight"].tolist() == [1.0]
+
+
 def test_sixteen_bits_are_summed_in_fp32(tmp_path):
     """Of 64 checkpoints; a sum in bf16 would stop at 256."""
     values = torch.linspace(4.0, 6.0, 64).bfloat16()
@@ -140,6 +146,7 @@ def test_what_cannot_be_asked_for(tmp_path, run):
             "must be one folder with --num-*-checkpoints, got 2",
         ),
         (["--inputs", path, "--checkpoint-upper-bound", 1], 2, "--checkpoint-upper-bound: needs"),
+        (["--inputs", tmp_path], 2, f"--inputs {tmp_path}: is a directory, which needs --num-epoch-checkpoints N"),
         (["--inputs", path, "--num-epoch-checkpoints", 0], 2, "must be at least 1, got 0"),
         (
             ["--inputs", path, "--output", tmp_path / "gone" / "mean.pt"],
