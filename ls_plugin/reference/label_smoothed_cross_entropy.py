@@ -21,6 +21,9 @@ def label_smoothed_cross_entropy(
     """
     n_classes = logits.size(-1)
     log_q = torch.log_softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+    if n_classes == 0:  # every target is ignored, and there is no class to look up
+        nothing = log_q.sum(dim=-1)
+        return nothing, nothing.detach()
     ignored = target == ignore_index
     safe_target = target.masked_fill(ignored, 0)
     nll = -log_q.gather(-1, safe_target.unsqueeze(-1)).squeeze(-1)

@@ -187,19 +187,23 @@ def backward(layer, times=1, seed=3):
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_gradients_written_into_the_optimizers_buffer(times):
-    """They are what autograd would have put elsewhere, also where a second backward adds to them."""
+    """They are what autograd would have put elsewhere, also where a second backward adds to them.
+
+    Not to the bit: the weights lie elsewhere too, and the kernel that MKL chooses may depend on their alignment.
+    """
+    close = {"rtol": 1e-5, "atol": 1e-5}
     expected = backward(make_layer(), times)
     layer = make_layer()
     optimizer = ContiguousAdam(list(layer.parameters()))
     (buffer,) = optimizer.buffers
     actual = backward(layer, times)
     for ours, theirs in zip(actual, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+        torch.testing.assert_close(ours, theirs, **close)
     storage = buffer.grad.untyped_storage().data_ptr()
     assert layer.fc1.weight.grad.untyped_storage().data_ptr() == storage
     assert layer.self_attn.k_proj.weight.grad.untyped_storage().data_ptr() == storage
     optimizer.zero_grad()
-    torch.testing.assert_close(backward(layer, times), expected, rtol=0, atol=0)
+    torch.testing.assert_close(backward(layer, times), expected, **close)
 
 
 def test_gradients_that_were_asked_for_belong_to_the_caller():
