@@ -72,13 +72,14 @@ def _choose(cfg, trainer, suffix: str) -> str | None:
         return None
     n_updates, name = found[0]
     last, path = (os.path.join(cfg.save_dir, suffixed(file, suffix)) for file in (DEFAULT_RESTORE_FILE, name))
-    logger.warning(
-        "%s %s: going on from %s (%d updates), the newest whole checkpoint of this run; to start from scratch, choose another --save-dir",
-        last,
-        "is older" if os.path.exists(last) else "is missing",
-        path,
-        n_updates,
-    )
+    if trainer.data_parallel_rank == 0:
+        logger.warning(
+            "%s %s: going on from %s (%d updates), the newest whole checkpoint of this run; to start from scratch, choose another --save-dir",
+            last,
+            "is older" if os.path.exists(last) else "is missing",
+            path,
+            n_updates,
+        )
     if reads and not cfg.no_save:
         _complete_best(path, os.path.join(cfg.save_dir, suffixed("checkpoint_best.pt", suffix)))
     return name

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 from pathlib import Path
@@ -36,7 +37,10 @@ def test_ranks_come_and_go(commands, flags, losses, tmp_path):
     assert len(expected) == 9
 
     two = [*flags, "--distributed-world-size", 2, "--max-update", 6, "--save-dir", tmp_path / "two"]
-    log = commands.run(TRAIN, *two, "--restore-file", tmp_path / "one" / "checkpoint_1_3.pt")
+    (tmp_path / "two").mkdir()  # as a save leaves it that was killed before it wrote checkpoint_last.pt
+    shutil.copy(tmp_path / "one" / "checkpoint_1_3.pt", tmp_path / "two")
+    log = commands.run(TRAIN, *two)
+    assert log.count(f"going on from {tmp_path}/two/checkpoint_1_3.pt (3 updates)") == 1
     _assert_close(losses(log), expected[3:6], 2e-3)  # and not twice: one rank logs
     assert (tmp_path / "two" / "checkpoint_1_6.pt").exists()
 
