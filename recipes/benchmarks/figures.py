@@ -98,7 +98,7 @@ def training_claims(content: dict) -> Claims:
 
 
 def step_ms(row: dict, kind: str) -> float:
-    """Of stock the median; of ls what follows from it by the ratio on the same batches, so that a row's figures agree."""
+    """Of stock the median; of another contender what follows from it by the ratio on the same batches, so that a row's figures agree."""
     ratio = row["speedup"][kind]["over_stock"]["ratio"] if kind != "stock" else None
     return row["contenders"]["stock"]["step_ms"] / ratio if ratio else row["contenders"][kind]["step_ms"]
 
@@ -108,7 +108,7 @@ def training_table(content: dict) -> str:
     for name, row in content["rows"]["results"].items():
         known, best = row["contenders"], row["best_stock"]
         short = "" if best == "stock" else f" ({best.removeprefix('stock+')})"
-        cells = [ROW_TITLES[name], f"{known['stock']['step_ms']:,.0f}", f"{known[best]['step_ms']:,.0f}{short}"]
+        cells = [ROW_TITLES[name], f"{step_ms(row, 'stock'):,.0f}", f"{step_ms(row, best):,.0f}{short}"]
         for kind in ("ls fp32", "ls bf16"):
             over, of_best = (row["speedup"][kind][key] for key in ("over_stock", "over_best"))
             spread = "-".join(f"{quartile:.2f}" for quartile in over["quartiles"])

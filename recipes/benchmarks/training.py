@@ -46,6 +46,7 @@ import training_floor as floor  # noqa: E402
 import training_pictures as pictures  # noqa: E402
 import training_runs as runs  # noqa: E402
 import training_scaling as scaling  # noqa: E402
+from figures import step_ms  # noqa: E402
 
 from ls_plugin.arguments import Listed  # noqa: E402
 from ls_plugin.report import figures, op_timing, processes, records, tables  # noqa: E402
@@ -305,7 +306,7 @@ def make_tables(results: dict[str, dict], precisions: list[str]) -> list[tables.
     columns = ["stock, ms", "best stock, ms"]
     for precision in precisions:
         columns += [f"ls {precision}, ms", "over stock", "over best", "over floor"]
-    whole = tables.Table("Training, median step", ["", *columns])
+    whole = tables.Table("Training: a step, stock's median and the others by their ratio", ["", *columns])
     detail_columns = ["ms", "quartiles", "tokens/s", *records.PHASES, "peak MiB", "floor, ms", "over it", "loss"]
     detail = tables.Table("Each contender", ["", *detail_columns])
     for name, row in results.items():
@@ -313,13 +314,13 @@ def make_tables(results: dict[str, dict], precisions: list[str]) -> list[tables.
         if "stock" in known:
             best = row["best_stock"]
             short = "" if best == "stock" else f" {best.removeprefix('stock')}"
-            cells = [f"{known['stock']['step_ms']:,.0f}", f"{known[best]['step_ms']:,.0f}{short}"]
+            cells = [f"{step_ms(row, 'stock'):,.0f}", f"{step_ms(row, best):,.0f}{short}"]
             for precision in precisions:
                 ours, gain = known.get(f"ls {precision}"), row["speedup"].get(f"ls {precision}")
                 if ours is None:
                     cells += [NEVER] * 4
                     continue
-                cells += [f"{ours['step_ms']:,.0f}", ratio_text(gain["over_stock"])]
+                cells += [f"{step_ms(row, f'ls {precision}'):,.0f}", ratio_text(gain["over_stock"])]
                 cells += [ratio_text(gain["over_best"]).split(" ")[0], f"{ours['over_floor']:.2f}"]
             whole.add_row(name, *cells)
         detail.add_row(f"{name}: {row['title']}")
