@@ -53,7 +53,7 @@ def install() -> None:
 def _load_checkpoint(stock, cfg, trainer, **kwargs):
     check_flags(cfg)
     if cfg.restore_file == DEFAULT_RESTORE_FILE:
-        name = _choose(cfg, trainer, trainer.checkpoint_suffix or "")
+        name = _choose(cfg, trainer, str(trainer.checkpoint_suffix or ""))
         if name is not None:
             cfg = copy.copy(cfg)
             cfg.restore_file, cfg.finetune_from_model = os.path.join(cfg.save_dir, name), None
