@@ -5,6 +5,8 @@ torchrun's variables, which count whatever ``--distributed-world-size`` is by de
 processes start as ``--distributed-world-size`` says.
 """
 
+import atexit
+import gc
 import logging
 import os
 import socket
@@ -84,12 +86,22 @@ def _worker(i: int, main, cfg, kwargs: dict) -> None:
     except RankError as error:  # the parent tells of the rank that is gone
         print(error, file=sys.stderr, flush=True)
         os._exit(1)
+    except Exception:
+        # torch hands the error to the parent; then the process ends at once, since the groups and their threads are still there.
+        atexit.register(os._exit, 1)
+        raise
 
 
 def _distributed_main(stock, i: int, main, cfg, kwargs: dict) -> None:
-    """Raises RankError where a collective fails because another rank is gone."""
+    """Ends the process groups with the run. Raises RankError where a collective fails because another rank is gone."""
+    # Imported later, its functions would keep the group of all ranks as a default.
+    import torch.distributed.nn.functional  # noqa: F401
+
+    begins = not dist.is_initialized()
     try:
         stock(i, main, cfg, kwargs)
+        if begins and dist.is_initialized():
+            _end_groups()
     except RuntimeError as error:
         if isinstance(error, RankError) or not any(cause in str(error) for cause in _LOST_PEER):
             raise
@@ -98,6 +110,18 @@ def _distributed_main(stock, i: int, main, cfg, kwargs: dict) -> None:
         raise RankError(
             f"rank {rank} has lost the connection to another rank, which was ended or failed; see what that one says. {_RESUME}"
         ) from error
+
+
+def _end_groups() -> None:
+    """Destroys the process groups that fairseq has made, and so ends their threads.
+
+    fairseq leaves them to Python's shutdown. A thread of gloo that then drops the last tensor of a collective waits for Python's lock, and is ended for
+    that in the middle of C++: "terminate called without an active exception", status 134. A group of gloo ends its threads when it is
+    deleted, so whoever holds it must let go first.
+    """
+    vars(distributed_utils.get_global_group).pop("_global_group", None)
+    gc.collect()  # the trainer of the run has them, in cycles
+    dist.destroy_process_group()
 
 
 def _take_launch_variables(job) -> None:

@@ -10,7 +10,6 @@ waited for, so it ends at once.
 """
 
 import contextlib
-import functools
 import logging
 import os
 import sys
@@ -242,17 +241,20 @@ def _sum_over_ranks(self, logging_outputs: list[dict], extra: tuple, is_dummy: b
         torch.distributed.all_reduce(totals, group=self.data_parallel_process_group)
         values.update(zip(device, totals.unbind(), strict=True))
     totals = torch.tensor(list(numbers.values()), dtype=torch.float64)
-    torch.distributed.all_reduce(totals, group=_host_group(self.data_parallel_process_group))
+    torch.distributed.all_reduce(totals, group=_host_group(self))
     values.update(zip(numbers, totals.tolist(), strict=True))
     return [{key: values[key] for key in logging_outputs[0]}], [values[i] for i in range(len(extra))]
 
 
-@functools.lru_cache(maxsize=1)
-def _host_group(group):
-    """The ranks of ``group``, to send from host to host."""
+def _host_group(trainer: Trainer):
+    """The trainer's ranks, to send from host to host."""
+    group = trainer.data_parallel_process_group
     if "gloo" in torch.distributed.get_backend(group):
         return group
-    return torch.distributed.new_group(torch.distributed.get_process_group_ranks(group), backend="gloo")
+    if not hasattr(trainer, "_gloo_group"):  # kept nowhere else, so that it ends with the run (distributed/launch.py)
+        ranks = torch.distributed.get_process_group_ranks(group)
+        trainer._gloo_group = torch.distributed.new_group(ranks, backend="gloo")
+    return trainer._gloo_group
 
 
 def _update(self, sample_size: float | Tensor) -> Tensor:

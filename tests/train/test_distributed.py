@@ -25,13 +25,37 @@ def flags(commands, training_flags):
     return [commands.data, *training_flags["ours"], "--save-interval-updates", 3, "--no-epoch-checkpoints"]
 
 
+AT_EXIT = r"""
+import atexit, os, sys
+
+def threads():
+    names = [open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")]
+    names = sorted(name for name in names if "gloo" in name or name.startswith("pt_"))
+    os.write(1, f"at exit: {names}\n".encode())  # in one piece, since the ranks share it
+
+atexit.register(threads)
+"""
+
+
+@pytest.fixture
+def shows_threads(tmp_path):
+    """Flags with which each rank says, when Python begins to end, which threads of torch.distributed are left."""
+    folder = tmp_path / "threads_at_exit"
+    folder.mkdir()
+    (folder / "__init__.py").write_text(AT_EXIT)
+    return ["--user-dir", folder]
+
+
 def _assert_close(losses: list[float], expected: list[float], tolerance: float) -> None:
     assert len(losses) == len(expected)
     assert losses == pytest.approx(expected, abs=tolerance)
 
 
-def test_ranks_come_and_go(commands, flags, losses, tmp_path):
-    """One rank with two batches an update, then two ranks with one each, then one again, are one run; all in the middle of an epoch."""
+def test_ranks_come_and_go(commands, flags, losses, tmp_path, shows_threads):
+    """One rank with two batches an update, then two ranks with one each, then one again, are one run; all in the middle of an epoch.
+
+    Neither of two ranks leaves a thread to Python's shutdown, which some would not survive.
+    """
     alone = [*flags, "--update-freq", 2, "--max-update", 9]
     expected = losses(commands.run(TRAIN, *alone, "--save-dir", tmp_path / "one"))
     assert len(expected) == 9
@@ -39,8 +63,9 @@ def test_ranks_come_and_go(commands, flags, losses, tmp_path):
     two = [*flags, "--distributed-world-size", 2, "--max-update", 6, "--save-dir", tmp_path / "two"]
     (tmp_path / "two").mkdir()  # as a save leaves it that was killed before it wrote checkpoint_last.pt
     shutil.copy(tmp_path / "one" / "checkpoint_1_3.pt", tmp_path / "two")
-    log = commands.run(TRAIN, *two)
+    log = commands.run(TRAIN, *two, *shows_threads)
     assert log.count(f"going on from {tmp_path}/two/checkpoint_1_3.pt (3 updates)") == 1
+    assert log.count("at exit: []") == log.count("at exit:") == 3  # the process that started them, too
     _assert_close(losses(log), expected[3:6], 2e-3)  # and not twice: one rank logs
     assert (tmp_path / "two" / "checkpoint_1_6.pt").exists()
 
@@ -48,12 +73,13 @@ def test_ranks_come_and_go(commands, flags, losses, tmp_path):
     _assert_close(losses(log), expected[6:], 2e-3)
 
 
-def test_torchrun_in_bf16(commands, flags, losses):
-    """Validation, too; legacy_ddp; the gradients are sent in 16 bits."""
+def test_torchrun_in_bf16(commands, flags, losses, shows_threads):
+    """Validation, too; legacy_ddp; the gradients are sent in 16 bits; no thread is left at the end."""
     common = [*flags, "--bf16", "--max-update", 8, "--no-save", "--validate-interval-updates", 4]
     common.remove("--disable-validation")
     alone = commands.start(TRAIN, *common, "--update-freq", 2)
-    both = commands.run(*TORCHRUN, *common, "--ddp-backend", "legacy_ddp", "--ddp-comm-hook", "bf16")
+    both = commands.run(*TORCHRUN, *common, "--ddp-backend", "legacy_ddp", "--ddp-comm-hook", "bf16", *shows_threads)
+    assert both.count("at exit: []") == both.count("at exit:") == 2
     alone = commands.finish(alone)
     _assert_close(losses(both), losses(alone), 2e-2)
     valid = [
