@@ -228,6 +228,11 @@ class _WeightsAlone(LookupError):
     """A file with weights and nothing else; the message says what it lacks."""
 
 
+def _is_bare(state) -> bool:
+    """Whether ``state`` is a model's weights by their names."""
+    return isinstance(state, dict) and bool(state) and all(torch.is_tensor(x) for x in state.values())
+
+
 def _upgrade_state_dict(stock, state):
     """Stock's brings old checkpoints up to date, and takes a file with weights alone for a very old one.
 
@@ -235,7 +240,7 @@ def _upgrade_state_dict(stock, state):
     """
     if not isinstance(state, dict) or _OLD_HISTORY & state.keys():
         return stock(state)
-    is_bare = bool(state) and all(torch.is_tensor(x) for x in state.values())
+    is_bare = _is_bare(state)
     weights = state if is_bare else state.get("model")
     if not isinstance(weights, dict) or not all(torch.is_tensor(x) for x in weights.values()):
         return stock(state)
@@ -262,6 +267,8 @@ def load_raw(path: str) -> dict:
     """
     with _explained(path):
         state = torch.load(path, map_location="cpu", weights_only=True)
+        if _is_bare(state):
+            raise _WeightsAlone(f"a bare state dict of {len(state)} tensors")
         state["model"].items()
     return state
 
