@@ -2,7 +2,7 @@
 
 q, k and v of a self-attention read the same input, and so do the keys and values that all decoder layers take from the encoder. Each
 keeps the Parameter, the name and the shape that stock fairseq gives it; where their memory is one block, ``packed`` gives it as one
-weight, without a copy. Whoever lays parameters out anew asks ``units`` what must stay together.
+weight, without a copy. Code that lays parameters out again asks ``units`` what must stay together.
 
 What is known about a parameter is kept here by its identity, not on it: ``model.half()`` and ``model.to()`` keep the Parameter, and
 modules can still be copied and pickled.

@@ -1,4 +1,4 @@
-"""The one way in which the plugin puts a function of its own in the place of one of fairseq's; nothing installed is edited."""
+"""The one way in which the plugin replaces a function of fairseq by its own. Nothing installed is edited."""
 
 import functools
 from collections.abc import Callable

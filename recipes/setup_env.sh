@@ -26,7 +26,7 @@ HEARTBEAT_S=30
 
 say() { printf '[setup %4d s] %s\n' "$SECONDS" "$*" >&2; }
 
-# die WHAT [REMEDY...]: one line that says what is wrong, then one line for each way to mend it.
+# die WHAT [REMEDY...]: one line that says what is wrong, then one line for each way to fix it.
 die() {
   printf '\nsetup_env: %s\n' "$1" >&2
   shift
@@ -109,7 +109,7 @@ pip_step() {
     if grep -q 'No space left on device' <(tail -n 40 "$LOG"); then
       die "the disk is full" "free some space (df -h $ROOT), then run this again: it goes on from here"
     fi
-    die "'$label' failed; the whole log is $LOG" "mend what it names (network, index, disk), then run this again: it goes on from here"
+    die "'$label' failed; the whole log is $LOG" "fix what it names (network, index, disk), then run this again: it goes on from here"
   fi
   rm -f "$UNFINISHED"
 }

@@ -223,7 +223,7 @@ void share_work(int64_t n_packs, Queue& queue, int64_t n_threads, const Pack& pa
       pack(task);
       n_packed.fetch_add(1, std::memory_order_release);
     }
-    // Whoever holds the rest is at it: a task is taken by a thread that runs.
+    // The rest are in work: a thread takes a task only while it runs.
     while (n_packed.load(std::memory_order_acquire) < n_packs) std::this_thread::yield();
     for (Queue::Block block; queue.take(&block);) work(block);
   });

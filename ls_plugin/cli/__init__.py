@@ -1,1 +1,1 @@
-"""Console scripts: fairseq's commands with the plugin loaded, and errors told in one line."""
+"""Console scripts: fairseq's commands with the plugin loaded, and errors in one line."""

@@ -1,4 +1,4 @@
-"""What the commands share: loading the plugin, telling errors in one line, exit statuses.
+"""What the commands share: loading the plugin, errors in one line, exit statuses.
 
 Exit status: 0 done, 1 failed, 2 the command line asks for something that does not exist or is not supported, 130 interrupted. A
 traceback is printed for what looks like a bug, and for everything with LS_DEBUG=1.
@@ -33,7 +33,7 @@ EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 # Other flags that give what one asks for.
 _SAME = {"--arch": ("-a",), "--max-tokens": ("--batch-size", "--max-sentences")}
 _NO_DATASET = "Dataset not found: "
-# How the errors of fairseq begin that tell of the command line and the data; any other assertion, ValueError or bare Exception is a bug.
+# How those errors of fairseq begin that are about the command line or the data. Any other assertion, ValueError or bare Exception is a bug.
 _INPUT_CHECKS = (
     "--batch-size cannot be larger than --buffer-size",
     "--path required for generation!",
@@ -119,7 +119,7 @@ def leave(status: int) -> NoReturn:
     ):  # the shutdown would end the data loader's workers, which hold the terminal open
         worker.terminate()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # whoever read it is gone
+        with contextlib.suppress(OSError):  # the reader is gone
             stream.flush()
     os._exit(status)
 

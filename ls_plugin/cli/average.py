@@ -123,7 +123,7 @@ def _positive(text: str) -> int:
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightseq-average",
-        description="Averages the weights of checkpoints; generates better than the last one alone, mostly.",
+        description="Averages the weights of checkpoints. The mean mostly generates better than the last one alone.",
     )
     parser.add_argument("--inputs", required=True, nargs="+", metavar="PATH", help="checkpoints, or a run's --save-dir")
     parser.add_argument("--output", required=True, metavar="FILE", help="checkpoint to write")

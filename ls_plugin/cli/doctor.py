@@ -1,4 +1,4 @@
-"""``lightseq-doctor``: what is installed, what is used, and how to mend what is wrong.
+"""``lightseq-doctor``: what is installed, what is used, and how to fix what is wrong.
 
     lightseq-doctor [--json]
     python ls_plugin/cli/doctor.py [--json]      where the plugin itself does not import
@@ -7,7 +7,7 @@ Standard library only, and nothing of what is judged is imported here: torch and
 own, so that a crash of theirs is a line of the report. Exit status: 0 when training can run, 1 when it cannot.
 """
 
-from __future__ import annotations  # a Python that is too old must get far enough to be told so
+from __future__ import annotations  # a Python that is too old must get far enough to read that
 
 import argparse
 import dataclasses
@@ -284,7 +284,7 @@ def can_train(checks: Sequence[Check]) -> bool:
 
 def render(checks: Sequence[Check]) -> str:
     width = max(len(check.name) for check in checks)
-    # Folded on a terminal; a file or a pipe gets whole lines, and so does whoever copies a remedy.
+    # Folded on a terminal; a file or a pipe gets whole lines, so that a remedy can be copied.
     room = shutil.get_terminal_size().columns - width - 8 if sys.stdout.isatty() else 10_000
     lines = []
     for check in checks:
@@ -294,13 +294,13 @@ def render(checks: Sequence[Check]) -> str:
         if check.remedy:
             lines.append(f"{'':<4}  {'':<{width}}  -> {check.remedy}")
     bad = [check.name for check in checks if check.state == BAD]
-    lines += ["", f"training cannot run: mend {', '.join(bad)}" if bad else "training can run"]
+    lines += ["", f"training cannot run: fix {', '.join(bad)}" if bad else "training can run"]
     return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="lightseq-doctor", description="What is installed, what is used, how to mend it."
+        prog="lightseq-doctor", description="What is installed, what is used, how to fix it."
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     args = parser.parse_args(arguments)

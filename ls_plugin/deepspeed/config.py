@@ -278,7 +278,7 @@ def refusal(error: ValueError) -> UsageError:
         f"{error.title}: {'.'.join(map(str, e['loc']))} {json.dumps(e['input'], default=str)}: {e['msg']}"
         for e in error.errors()
     ]
-    return UsageError(f"--deepspeed: {'; '.join(faults)}; mend the JSON")
+    return UsageError(f"--deepspeed: {'; '.join(faults)}; correct the JSON file")
 
 
 def adam_options(options) -> dict:

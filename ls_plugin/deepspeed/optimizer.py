@@ -23,7 +23,7 @@ _SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis
 
 
 class PartitionAdam(torch.optim.Optimizer):
-    """Adam by fairseq's formula on whatever flat pieces DeepSpeed puts in the place of the parameters, one launch for each.
+    """Adam by fairseq's formula on the flat pieces by which DeepSpeed replaces the parameters, one launch for each.
 
     eps stands beside the uncorrected sqrt(v). torch's and DeepSpeed's Adam add it to the corrected one, sqrt(v / (1 - beta2^t)), so there
     it counts 1 / sqrt(1 - beta2^t) times less, 7 times in the first update with beta2 = 0.98.
@@ -194,7 +194,7 @@ class EngineOptimizer(FairseqOptimizer):
         return names if _is_first_rank() else {}
 
     def set_masters(self, values: list[Tensor]) -> None:
-        """Puts fp32 values, one for each trainable parameter, in the place of masters that were made of 16-bit ones."""
+        """Puts fp32 values, one for each trainable parameter, where masters were made of 16-bit ones."""
         for p, value in zip(self._params, values, strict=True):
             self._set_full(p, value)
 

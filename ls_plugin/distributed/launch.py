@@ -32,7 +32,7 @@ _LOST_PEER = (
     "remote process exited",
     "Connection was likely closed",
 )
-# A rank that fails closes its connections while it exits. Whoever loses them lets it end first, so that who started both sees the cause.
+# A rank that fails closes its connections while it exits. A rank that loses them lets that one end first, so that the parent process sees the cause.
 _GRACE_S = 5.0
 _RESUME = "checkpoints that were written are whole; start the same command again to resume from the last one"
 
@@ -117,7 +117,7 @@ def _end_groups() -> None:
 
     fairseq leaves them to Python's shutdown. A thread of gloo that then drops the last tensor of a collective waits for Python's lock, and is ended for
     that in the middle of C++: "terminate called without an active exception", status 134. A group of gloo ends its threads when it is
-    deleted, so whoever holds it must let go first.
+    deleted, so its owner must let go first.
     """
     vars(distributed_utils.get_global_group).pop("_global_group", None)
     gc.collect()  # the trainer of the run has them, in cycles

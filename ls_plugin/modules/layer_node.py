@@ -53,7 +53,7 @@ class Run:
     offset: int = 0
 
     def draw(self, device: torch.device) -> None:
-        """One seed for the whole layer. Its masks are told apart by the low half of the offset."""
+        """One seed for the whole layer. The low half of the offset tells its masks apart."""
         if self.p > 0.0 or self.p_attention > 0.0 or self.p_activation > 0.0:
             self.seed = draw_seed(device)
         self.offset = rank_offset()

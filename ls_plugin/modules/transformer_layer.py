@@ -389,7 +389,7 @@ def joint_linear(x: Tensor, *linears: nn.Linear) -> Tensor:
 def encoder_keys(attention, context: Context, kv: Tensor | None, n_batch: int) -> tuple[Tensor, Tensor, Tensor | None]:
     """Keys and values (B', H, S, D) of the attention over the encoder, and their padding mask (B', S).
 
-    While decoding they are computed at the first step, once for all hypotheses of a sentence where ``set_beam_size`` told how many they are,
+    While decoding they are computed at the first step, once for all hypotheses of a sentence where ``set_beam_size`` gave their number,
     and kept in the incremental state.
     """
     state = _state_of(attention, context.incremental_state)

@@ -25,7 +25,7 @@ def label_smoothed_cross_entropy(
         logits: (..., V), fp32, fp16 or bf16 (others run the reference).
         target: int64, logits' leading shape; each in [0, V) or ignore_index.
         epsilon: smoothing, in [0, 1].
-        inplace: write the gradient over the logits' memory. Their values are lost, autograd is told so (another node that
+        inplace: write the gradient over the logits' memory. Their values are lost, and autograd knows it (another node that
             saved them refuses to run backward), and nothing is written when no gradient is needed.
     Returns:
         loss, nll: fp32 (fp64 for fp64 logits), target's shape; 0 where target is ignore_index.  Only the loss is differentiable, once.

@@ -109,7 +109,7 @@ class ContiguousAdam(torch.optim.Optimizer):
 
     supports_memory_efficient_fp16 = True
     supports_flat_params = True
-    # fairseq's MemoryEfficientFP16Optimizer would put the loaded moments in the place of the views.
+    # fairseq's MemoryEfficientFP16Optimizer would replace the views by the loaded moments.
     disable_mem_eff_fp16_loading_hack = True
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, dtype=None):
@@ -262,7 +262,7 @@ class ContiguousAdam(torch.optim.Optimizer):
         return launched
 
     def with_masters(self, state_dict: dict) -> dict:
-        """A copy of a module's state dict with the exact fp32 masters in the place of its 16-bit parameters, the tied ones still tied."""
+        """A copy of a module's state dict with the exact fp32 masters instead of its 16-bit parameters, the tied ones still tied."""
         masters = {
             p.data_ptr(): master
             for buffer in self.buffers
@@ -349,7 +349,9 @@ class FairseqAdam(stock.FairseqAdam):
 
     scaler: DynamicLossScaler | None = None  # of fp16
     saves_flat = False  # whether the state is one entry for all parameters, as stock's is with --fp16
-    waits_before_step = True  # whether an overflow is told before the step, as stock's trainer expects, or by the step
+    waits_before_step = (
+        True  # whether an overflow is reported before the step, as stock's trainer expects, or by the step
+    )
 
     def __init__(self, cfg, params, dtype: torch.dtype | None = None):
         FairseqOptimizer.__init__(self, cfg)

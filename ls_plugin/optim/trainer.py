@@ -281,7 +281,7 @@ def _step_ema(self) -> None:
 
 
 class _Exact:
-    """What the moving average takes of a model, with the masters in the place of its 16-bit parameters."""
+    """What the moving average takes of a model, with the masters instead of its 16-bit parameters."""
 
     def __init__(self, model, optimizer: FairseqAdam):
         self._model, self._optimizer = model, optimizer

@@ -13,7 +13,7 @@ from ls_plugin.report.records import STOPWATCH
 
 BASELINES = {
     "medium": "torch.set_float32_matmul_precision('medium')",
-    "fused_adam": "torch.optim.AdamW(fused=True) in the place of fairseq's Adam",
+    "fused_adam": "torch.optim.AdamW(fused=True) instead of fairseq's Adam",
     "compile": "torch.compile of each layer and of the loss",
     "apex": "NVIDIA apex's fused Adam and layer norm, which fairseq takes by itself where they are installed",
 }

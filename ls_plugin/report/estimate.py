@@ -152,8 +152,10 @@ def _run_steps(args: argparse.Namespace, gpus: list[Gpu], sizes: list[int]) -> i
         step.family  # noqa: B018 (an unknown one is refused before any is traced)
     results = [summary for step in asked for summary in _estimate(step, sizes, gpus)]
     for gpu in gpus:
-        tables.show(f"{gpu.name}, {args.precision}: estimated ms of a training step", *_step_table(results, gpu))
-    tables.show("What is launched and moved in a step", *_work_table(results))
+        tables.show(
+            f"{gpu.name}, {args.precision}: estimated ms of a training step", *_step_table(results, gpu), keys=2
+        )
+    tables.show("What is launched and moved in a step", *_work_table(results), keys=3)
     if args.out is not None:
         _write(args, gpus, results)
     return 0
@@ -164,9 +166,16 @@ def _estimate(step, sizes: Sequence[int], gpus: Sequence[Gpu]) -> list[dict]:
     from ls_plugin.report import contenders
 
     found = []
-    for contender in contenders.contenders_of(step):
-        print(f"tracing {step.arch}, {contender}", file=sys.stderr, flush=True)
-        found += [summarise(traced, gpus, step.precision) for traced in contenders.trace_steps(step, contender, sizes)]
+    log = logging.getLogger("fairseq")
+    level = log.level
+    log.setLevel(logging.WARNING)  # what it says of dictionaries and shared weights would stand among the tables
+    try:
+        for contender in contenders.contenders_of(step):
+            print(f"tracing {step.arch}, {contender}", file=sys.stderr, flush=True)
+            traces = contenders.trace_steps(step, contender, sizes)
+            found += [summarise(traced, gpus, step.precision) for traced in traces]
+    finally:
+        log.setLevel(level)
     return found
 
 

@@ -63,6 +63,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
 
 
+def _count(n: int, noun: str) -> str:
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
+
+
 # ---- Table ----
 
 
@@ -270,6 +274,7 @@ class Session:
         args = self.args
         per_case = (0.0 if args.no_compile else COMPILE_S) + 0.7 * args.seconds
         minutes = len(args.ops) * len(args.dtypes) * CASES_PER_OP * per_case / 60
+        expected = "less than a minute" if minutes < 1 else f"about {minutes:.0f} min"
         display = Display(len(args.ops) * len(args.dtypes))
         with display.running():
             display.say(", ".join(f"{key} {value}" for key, value in self.machine.items()))
@@ -278,7 +283,7 @@ class Session:
                     display.say(op_timing.absent(name))
             display.say(
                 f"bandwidth, reads plus writes: copy {self.bandwidth.copy:.1f} GB/s, in place {self.bandwidth.in_place:.1f} GB/s. "
-                f"{len(args.ops)} ops, {', '.join(args.dtypes)}: about {max(minutes, 0.1):.0f} minutes\n"
+                f"{_count(len(args.ops), 'op')}, {', '.join(args.dtypes)}: {expected}\n"
             )
             display.say(header())
             for stem in args.ops:
@@ -341,12 +346,12 @@ class Session:
         if not (self.results or self.failed or interrupted):
             raise UsageError(f"--shape {self.args.shape!r}: no case has this in its shape")
         notes, title = self.notes(), "The fused ops of ls_plugin"
-        told = blocks(self.results, notes, self.machine, self.bandwidth, interrupted)
-        (self.args.out / "report.md").write_text(document.markdown(title, told), encoding="utf-8")
-        (self.args.out / "report.html").write_text(document.page(title, told), encoding="utf-8")
+        found = blocks(self.results, notes, self.machine, self.bandwidth, interrupted)
+        (self.args.out / "report.md").write_text(document.markdown(title, found), encoding="utf-8")
+        (self.args.out / "report.html").write_text(document.page(title, found), encoding="utf-8")
         for dtype in dict.fromkeys(result.dtype for result in self.results):
             (self.args.out / f"speedup_{dtype}.svg").write_text(chart(self.results, dtype), encoding="utf-8")
-        print("\n" + "\n".join([*notes, f"{len(self.results)} cases in {(time.monotonic() - begin) / 60:.1f} minutes"]))
+        print("\n" + "\n".join([*notes, f"{_count(len(self.results), 'case')} in {time.monotonic() - begin:,.0f} s"]))
         print(f"report: {self.args.out / 'report.html'}, report.md, kernels.json")
         if interrupted:
             return 130

@@ -175,7 +175,7 @@ class Session:
         self.display = processes.Display()
 
     def choose(self) -> list:
-        """The contenders that can run here, stock first and ls second; those of the default that cannot are told in the report.
+        """The contenders that can run here, stock first and ls second; the report names those of the default that cannot.
 
         Raises:
             UsageError: one that was asked for cannot.

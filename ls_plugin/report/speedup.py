@@ -165,19 +165,19 @@ def _quality(comparison: Comparison) -> str:
 
 def repeats(comparison: Comparison) -> str:
     """Whether runs of the same contender, which share the seed, had the same losses, bit for bit."""
-    told = []
+    found = []
     for name, runs in comparison.runs.items():
         digests = sorted({run.loss_digest() for run in runs})
-        same = "" if len(runs) == 1 else "yes " if len(digests) == 1 else "NO "
-        told.append(f"{name} {same}({', '.join(digests)})")
-    return "same seed, same losses: " + ", ".join(told)
+        same = "not repeated " if len(runs) == 1 else "yes " if len(digests) == 1 else "NO "
+        found.append(f"{name} {same}({', '.join(digests)})")
+    return "same seed, same losses: " + ", ".join(found)
 
 
 def screen(comparison: Comparison) -> list[str]:
     """Lines for the terminal."""
-    told = [f"{name}: {text}".replace("**", "") for name, text in lead(comparison).lines]
-    told += [f"{name} was not measured: {reason}" for name, reason in comparison.why_not.items()]
-    lines = [line for text in told for line in textwrap.wrap(text, tables.width(), subsequent_indent="  ")]
+    texts = [f"{name}: {text}".replace("**", "") for name, text in lead(comparison).lines]
+    texts += [f"{name} was not measured: {reason}" for name, reason in comparison.why_not.items()]
+    lines = [line for text in texts for line in textwrap.wrap(text, tables.width(), subsequent_indent="  ")]
     if not comparison.runs:
         return lines
     whole = table(comparison)

@@ -20,22 +20,25 @@ def width() -> int:
     return shutil.get_terminal_size((FILE_WIDTH, 24)).columns if sys.stdout.isatty() else FILE_WIDTH
 
 
-def fit(rows: Sequence[Sequence[str]], columns: int | None = None, gap: str = "  ") -> list[str]:
+def fit(rows: Sequence[Sequence[str]], columns: int | None = None, gap: str = "  ", keys: int = 1) -> list[str]:
     """Lines of a table of at most so many columns (``width()``), the first row being its header.
 
     The first column is aligned left, the others right. No column is lost: where they do not fit beside each other they stand below each
-    other, each part with the first column, and a cell that is too long for its line is wrapped.
+    other, each part with the first ``keys`` columns, which name the row. A cell that is too long for its line is wrapped.
     """
     columns = width() if columns is None else columns
     sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    sizes[0] = min(sizes[0], max(columns // 2, 8))
-    room = max(columns - sizes[0] - len(gap), 4)
-    sizes[1:] = [min(size, room) for size in sizes[1:]]
-    parts, left = [[0]], columns - sizes[0]
-    for i, size in enumerate(sizes[1:], 1):
-        if left < len(gap) + size and len(parts[-1]) > 1:
-            parts.append([0])
-            left = columns - sizes[0]
+    sizes[1:keys] = [min(size, max(columns // 6, 6)) for size in sizes[1:keys]]
+    further = sum(len(gap) + size for size in sizes[1:keys])
+    sizes[0] = min(sizes[0], max(columns * keys // (keys + 1) - further, 8))
+    names, names_size = list(range(keys)), sizes[0] + further
+    room = max(columns - names_size - len(gap), 4)
+    sizes[keys:] = [min(size, room) for size in sizes[keys:]]
+    parts, left = [[*names]], columns - names_size
+    for i, size in enumerate(sizes[keys:], keys):
+        if left < len(gap) + size and len(parts[-1]) > keys:
+            parts.append([*names])
+            left = columns - names_size
         parts[-1].append(i)
         left -= len(gap) + size
     lines = []
@@ -68,6 +71,7 @@ class Table:
     title: str
     header: Sequence[str]
     rows: list[list[str]] = dataclasses.field(default_factory=list)
+    keys: int = 1  # columns that name a row
 
     def add_row(self, *cells: str) -> None:
         """Cells that are missing at the end stay empty."""
@@ -75,9 +79,9 @@ class Table:
 
     def __str__(self) -> str:
         title = textwrap.wrap(self.title, width())
-        return "\n".join(["", *title, *fit([self.header, *self.rows])])
+        return "\n".join(["", *title, *fit([self.header, *self.rows], keys=self.keys)])
 
 
-def show(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Prints a table."""
-    print(Table(title, header, [list(row) for row in rows]))
+def show(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], keys: int = 1) -> None:
+    """Prints a table, whose first ``keys`` columns name a row."""
+    print(Table(title, header, [list(row) for row in rows], keys))

@@ -19,7 +19,7 @@ itself trains without apex, which fairseq would use where it is installed; --sto
 
 --count-at N counts the kernels that update N launches, and records no times of it.
 
-Under torchrun rank 0 keeps the record. fairseq's own reading of torchrun's variables needs GPUs; on a CPU both kinds are told the same by flags.
+Under torchrun rank 0 keeps the record. fairseq's own reading of torchrun's variables needs GPUs; on a CPU both kinds get the same by flags.
 """
 
 import argparse
@@ -259,7 +259,7 @@ def medium() -> None:
 
 
 def fused_adam() -> None:
-    """torch's fused AdamW in the place of fairseq's Adam, whose formula differs in where eps is added."""
+    """torch's fused AdamW instead of fairseq's Adam, whose formula differs in where eps is added."""
     import torch
     from fairseq.optim import adam
 
@@ -344,7 +344,7 @@ def join_launch() -> list[str]:
 
 
 def main() -> None:
-    # By its path it is run so that stock trains without the plugin, which mends fairseq. Python has put this folder first on the path.
+    # By its path it is run so that stock trains without the plugin, which corrects faults of fairseq. Python has put this folder first on the path.
     del sys.path[0]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("record")

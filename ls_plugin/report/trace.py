@@ -82,7 +82,7 @@ _ONLY_WRITTEN = {
 _LOOKED_UP = {"embedding": "weight", "embedding_forward": "weight", "index_select": "self", "gather": "self"}
 _SCATTERED = {"scatter_add_": ("self", "src"), "index_add_": ("self", "source")}
 
-# What the host is told of a bool on the device, by the op that made it.
+# The value that the host reads of a bool on the device, by the op that made it.
 _ANSWERS = {"any": True, "gt": True, "eq": False, "ne": False, "grad_norm": False}
 
 

@@ -425,7 +425,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs what is asked for; the exit status: 0, 1 without data or a checkpoint, 130 after Ctrl-C. What has run is told in any case."""
+    """Runs what is asked for; the exit status: 0, 1 without data or a checkpoint, 130 after Ctrl-C. It reports what has run in any case."""
     args = parse_arguments(arguments)
     from rich.console import Console
 

@@ -134,7 +134,7 @@ class RunError(Exception):
 class Runner:
     """Runs trainings and keeps their records and logs in a folder, which may hold the data of earlier ones.
 
-    threads, seed: of every process. say: told when data are made, which takes a minute.
+    threads, seed: of every process. say: called when data are made, which takes a minute.
     """
 
     def __init__(self, folder: Path, threads: int, seed: int = 1, say: Callable[[str], None] = print) -> None:

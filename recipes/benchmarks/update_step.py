@@ -5,7 +5,7 @@ Parameters have the shapes of a Transformer's, one fp32, bf16 or fp16 model of t
     fp32   the registry's optimizer               bf16   FP16Optimizer, without flat parameters, as --bf16 has it
     fp16   FP16Optimizer, flat, as --fp16 has it; and stock once more with --fp16-no-flatten-grads
 
-Phases, in the order of Trainer.train_step; whoever defers work pays for it in the phase that does it:
+Phases, in the order of Trainer.train_step; work that is deferred counts in the phase that does it:
 
     scale  multiply_grads(1 / sample size)        step   step: unscale, update, weights to 16 bits
     clip   clip_grad_norm: norm, overflow, clip   zero   zero_grad

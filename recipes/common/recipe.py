@@ -571,7 +571,7 @@ def main(recipe: type[Recipe]) -> int:
         print(f"\n{recipe.name}: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"\n{recipe.name}: {error}; mend it, then {again}", file=sys.stderr)
+        print(f"\n{recipe.name}: {error}; fix it, then {again}", file=sys.stderr)
     except KeyboardInterrupt:
         print(
             f"\n{recipe.name}: interrupted; what was downloaded, measured and saved is kept, {again}", file=sys.stderr

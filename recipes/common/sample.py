@@ -1,4 +1,4 @@
-"""German and English sentences of a small grammar: what a dry run takes in the place of a downloaded corpus."""
+"""German and English sentences of a small grammar: what a dry run takes instead of a downloaded corpus."""
 
 import io
 import random

@@ -17,7 +17,7 @@ TALKS = Archive(
     "https://dl.fbaipublicfiles.com/fairseq/data/iwslt14/de-en.tgz"
 )  # nobody has published its size and SHA-256
 TESTS = ("TED.dev2010", "TEDX.dev2012", "TED.tst2010", "TED.tst2011", "TED.tst2012")
-# What is told of a talk, on a line of its own in both languages; and the marks of its title and description, which are text.
+# The facts about a talk, on a line of its own in both languages; and the marks of its title and description, which are text.
 ABOUT = re.compile(r"\s*</?(url|talkid|keywords|speaker|reviewer|translator|doc)\b")
 MARKS = re.compile(r"</?(title|description)>")
 

@@ -49,11 +49,11 @@ Place = tuple[int, int, int]  # book, chapter, verse, from 1
 
 
 class DataError(RecipeError):
-    """The data cannot be made; the message says why and how to mend it."""
+    """The data cannot be made; the message says why and how to fix it."""
 
 
 def clean_japanese(text: str) -> str:
-    """Drops the printer's marks of the Japanese text and mends its few mistyped characters."""
+    """Drops the printer's marks of the Japanese text and corrects its few mistyped characters."""
     text = re.sub(r"\s*○\s*\w+\s*$", "", text)  # the Hebrew letter that heads the next stanza of Psalm 119
     text = re.sub(r"\]\([^)]*\)\}", "", text)  # one broken reading aid
     text = re.sub(r"[／○\\〔〕\[\]{}]", " ", text)

@@ -360,7 +360,7 @@ def main() -> int:
         print(f"\nquickstart: {error}", file=sys.stderr)
     except OSError as error:
         print(
-            f"\nquickstart: {error}; mend it, then go on with: bash recipes/quickstart/run.sh --continue",
+            f"\nquickstart: {error}; fix it, then go on with: bash recipes/quickstart/run.sh --continue",
             file=sys.stderr,
         )
     except KeyboardInterrupt:

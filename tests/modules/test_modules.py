@@ -1,4 +1,4 @@
-"""The small modules: dropout, layer norm, embedding, and putting them in the place of stock ones."""
+"""The small modules: dropout, layer norm, embedding, and replacing stock ones by them."""
 
 import pickle
 

@@ -141,7 +141,7 @@ def test_every_line_that_is_not_ok_has_a_remedy_and_the_report_ends_with_the_ans
         *doctor.check_plugin({"error": "x"}), doctor.check_gpu(TORCH, ["GPU 0"]), doctor.check_apex([]),
     ]  # fmt: skip
     assert all(check.remedy for check in checks if check.state != doctor.OK)
-    assert doctor.render(checks).splitlines()[-1] == "training cannot run: mend Python, torch, fairseq, ls_plugin"
+    assert doctor.render(checks).splitlines()[-1] == "training cannot run: fix Python, torch, fairseq, ls_plugin"
 
 
 def test_the_command_here(tmp_path):
@@ -189,7 +189,7 @@ doctor.main([])
         [sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False
     )
     assert done.returncode == 1, done.stderr
-    assert "bad   torch" in done.stdout and "training cannot run: mend" in done.stdout
+    assert "bad   torch" in done.stdout and "training cannot run: fix" in done.stdout
 
 
 @pytest.mark.parametrize("missing, line", [("fairseq", "ls_plugin"), ("torch", "torch")])
@@ -209,4 +209,4 @@ sys.meta_path.insert(0, Blocker())
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
     (told,) = (found for found in done.stdout.splitlines() if found.startswith(f"bad   {line} "))
     assert f"{missing} is shut off" in told
-    assert "training cannot run: mend" in done.stdout
+    assert "training cannot run: fix" in done.stdout

@@ -121,7 +121,7 @@ def test_a_broken_loss_is_never_comparable(report, out, loss):
 
 @pytest.mark.parametrize("loss", [float("nan"), 0.0])
 def test_a_broken_loss_of_stock_leaves_a_report(out, report, loss):
-    """Nothing is as fast as stock that trains as it does; the figures are told all the same."""
+    """Nothing is as fast as stock that trains as it does; the figures are shown all the same."""
     for index in (1, 2):
         record = out / "runs" / f"stock-{index}" / "record.jsonl"
         record.unlink()

@@ -93,7 +93,7 @@ def test_an_op_whose_cases_cannot_be_made_does_not_stop_the_others(tmp_path, mon
     assert session("--out", str(tmp_path), *flags).run() == 1
     screen = capsys.readouterr().out
     assert "adam fp32: ModuleNotFoundError: import of ls_plugin.report.op_cases.adam halted" in screen
-    assert "1 cases in" in screen and "halted" in (tmp_path / "report.md").read_text()
+    assert "1 case in" in screen and "halted" in (tmp_path / "report.md").read_text()
 
 
 def test_an_interrupt_leaves_the_report_of_what_has_run(tmp_path, monkeypatch):
@@ -114,7 +114,7 @@ def test_an_interrupt_leaves_the_report_of_what_has_run(tmp_path, monkeypatch):
 
 @pytest.fixture
 def stand_ins(monkeypatch):
-    """Modules in the place of apex and Liger-Kernel, which compute the same with torch's own; one of them fails, as Triton does on a CPU."""
+    """Modules that stand for apex and Liger-Kernel, which compute the same with torch's own; one of them fails, as Triton does on a CPU."""
 
     def module(name: str, **contents) -> None:
         made = types.ModuleType(name)

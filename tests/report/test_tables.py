@@ -33,6 +33,20 @@ def test_every_cell_is_there_and_no_line_is_too_long(columns):
         assert n_parts > 1 and lines.count("") == n_parts - 1
 
 
+@pytest.mark.parametrize("columns", [30, 60, 80, 100])
+def test_every_part_has_the_columns_that_name_a_row(columns):
+    """As ``lightseq-report estimate``: rows of one architecture differ by tokens and contender alone."""
+    header = ["architecture", "tokens", "contender", *(f"figure {i}" for i in range(8))]
+    names = [("transformer_big", tokens, contender) for tokens in ("512", "4,096") for contender in ("stock", "ls")]
+    lines = tables.fit([header, *([*name, *["1,234"] * 8] for name in names)], columns, keys=3)
+    assert max(map(len, lines)) <= columns
+    parts = "\n".join(lines).split("\n\n")
+    assert len(parts) > 1
+    for part in parts:
+        for column, cells in (("tokens", ("512", "4,096")), ("contender", ("stock", "ls"))):
+            assert all(len(re.findall(rf"(?<!\S){cell}(?!\S)", part)) == 2 for cell in cells), (column, part)
+
+
 def test_long_cells_are_wrapped():
     lines = tables.fit([["a", "b"], ["x", "three words here"]], 12)
     assert lines == ["a          b", "x      three", "       words", "        here"]

@@ -1,4 +1,4 @@
-"""Putting a function in the place of another: once, by name, and with a way back."""
+"""Replacing a function by another: once, by name, and with a way back."""
 
 import functools
 from types import ModuleType
