@@ -351,6 +351,8 @@ def fork(act) -> tuple[int, int]:
         return child, read_end
     status = 0
     try:
+        # A shell starts background jobs with SIGINT ignored and nohup ignores SIGHUP, and the tests may be one.
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         act(lambda text: os.write(write_end, text.encode()))
     except KeyboardInterrupt:
