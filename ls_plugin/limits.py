@@ -15,11 +15,13 @@ from typing import NamedTuple
 
 import torch
 from fairseq import options
+from fairseq.data import encoders
 from fairseq.dataclass import initialize
 from omegaconf import DictConfig, OmegaConf
 
 from ls_plugin import data_files
 from ls_plugin.errors import UsageError
+from ls_plugin.names import PREFIX
 from ls_plugin.optim import trainer
 from ls_plugin.rebinding import wrap
 
@@ -173,6 +175,10 @@ def check(cfg: Namespace | DictConfig) -> None:
         found.setdefault(name, value)
     generates = isinstance(cfg, Namespace) and "beam" in found
     faults = [*_out_of_range(found), *_contradictions(found), *_missing_packages(found, generates)]
+    # fairseq gives the tokenizer the languages of the command line, before it has those of the data.
+    languages = [found.get(f"{side}_lang", "") for side in ("source", "target")]
+    if isinstance(cfg, Namespace) and found.get("tokenizer") == "moses" and None in languages:
+        faults.append("--tokenizer moses: needs --source-lang and --target-lang; add both")
     if faults:
         raise UsageError("; ".join(dict.fromkeys(faults)))
 
@@ -263,12 +269,36 @@ def _contradictions(found: Mapping[str, object]) -> Iterator[str]:
     lasts = found.get("total_num_update") or found.get("max_update", math.inf)
     if found.get("lr_scheduler") == "polynomial_decay" and not lasts:
         yield "--total-num-update: required by --lr-scheduler polynomial_decay, as in --total-num-update 100000; or give --max-update"
+    for name in ("model_overrides", "optimizer_overrides"):
+        text = found.get(name)
+        if isinstance(text, str) and not isinstance(_literal(text), dict):
+            yield f"{_flag(name)} {text}: must be a dict as Python writes it, as in {_flag(name)} \"{{'dropout': 0.1}}\""
+    if str(found.get("arch") or found.get("model")).startswith(PREFIX):  # in others the heads may be of something else
+        yield from _heads(found)
     if found.get("eval_bleu"):
         yield from _eval_bleu(found)
 
 
+def _literal(text: str) -> object:
+    """The value that a Python literal says; None where ``text`` is none."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return None
+
+
+def _heads(found: Mapping[str, object]) -> Iterator[str]:
+    for side in ("encoder", "decoder"):
+        heads, width = found.get(f"{side}_attention_heads"), found.get(f"{side}_embed_dim")
+        if isinstance(heads, int) and isinstance(width, int) and heads > 0 and width % heads:
+            yield f"--{side}-attention-heads {heads}: must divide --{side}-embed-dim {width}; change one of them"
+
+
 def _eval_bleu(found: Mapping[str, object]) -> Iterator[str]:
     """The generation that --eval-bleu asks for: its options are JSON."""
+    detok = found.get("eval_bleu_detok")
+    if detok and detok not in encoders.TOKENIZER_REGISTRY:
+        yield f"--eval-bleu-detok {detok}: must be one of {', '.join(sorted(encoders.TOKENIZER_REGISTRY))}"
     for name in ("eval_bleu_args", "eval_bleu_detok_args"):
         text = found.get(name)
         try:
@@ -278,7 +308,11 @@ def _eval_bleu(found: Mapping[str, object]) -> Iterator[str]:
         if not isinstance(given, dict):
             yield f"{_flag(name)} {text}: must be a JSON object, as in {_flag(name)} '{{\"beam\": 4}}'"
         elif name == "eval_bleu_args":
-            yield from _out_of_range(given, f"{_flag(name)}: ")
+            where = f"{_flag(name)}: "
+            yield from _out_of_range(given, where)
+            for option, value in given.items():
+                if option in _RANGES and not isinstance(value, int | float | None):
+                    yield f"{where}{_flag(option)} {json.dumps(value)}: must be a number; write it without quotes"
 
 
 def _missing_packages(found: Mapping[str, object], generates: bool) -> Iterator[str]:

@@ -12,6 +12,7 @@ import os
 import re
 import sys
 import traceback
+import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -84,6 +85,8 @@ def run(
         make_parser: fairseq's parser without the flags of a task or model; tells whether a data directory is given.
     """
     set_up_logging()
+    # Twenty lines at every start about how fairseq calls Hydra, before the line that a user looks for.
+    warnings.filterwarnings("ignore", r"(?s).*(hydra|version_base)", UserWarning)
     arguments = sys.argv[1:]
     try:
         # With another --user-dir both are imported: fairseq imports that one, and the worker function, which belongs to the plugin, brings
@@ -168,13 +171,18 @@ def _check_required(
     raise UsageError("; ".join(faults))
 
 
-def check_arch(arguments: list[str]) -> None:
-    """Raises UnsupportedError for an unknown ``--arch``, with the nearest names; argparse would list all of some 200."""
+def check_arch(arguments: list[str], stock_only: bool = False) -> None:
+    """Raises UnsupportedError for an unknown ``--arch``, with the nearest names; argparse would list all of some 200.
+
+    Args:
+        stock_only: name architectures without ``ls_``.
+    """
     for arch in values(arguments, "--arch", *_SAME["--arch"]):
         if arch not in models.ARCH_MODEL_REGISTRY:
             ours = [name for name in models.ARCH_MODEL_REGISTRY if name.startswith(PREFIX)]
             near = difflib.get_close_matches(arch, [*ours, *map(stock_name, ours)], n=4, cutoff=0.5)
             near = near or models.ARCH_MODEL_INV_REGISTRY["ls_transformer"]
+            near = list(dict.fromkeys(map(stock_name, near))) if stock_only else near
             raise UnsupportedError(f"--arch {arch}: unknown; did you mean {', '.join(near)}?")
 
 
@@ -216,6 +224,13 @@ def _known_cause(error: BaseException, data: str = "") -> tuple[int, str] | None
             return EXIT_FAILED, f"not found: {missing}; {advice}"
     if isinstance(error, FloatingPointError):  # training diverged
         return EXIT_FAILED, _one_line(message)
+    if isinstance(error, FileNotFoundError) and error.filename is None and sys.argv.count(message):
+        return EXIT_FAILED, f"{_given_as(message)}: no such file or directory"  # --user-dir
+    if isinstance(error, AttributeError) and message.endswith("'supported_targets'"):
+        advice = "take the command and the --task of its own kind"
+        return EXIT_FAILED, f"--task language_modeling: must have a language model, got {message.split()[0]}; {advice}"
+    if isinstance(error, OSError) and isinstance(error.filename, str) and error.strerror:
+        return EXIT_FAILED, f"{_given_as(error.filename)}: {error.strerror.lower()}"
     if isinstance(error, LightSeqError | OSError):
         return EXIT_USAGE if isinstance(error, UsageError) else EXIT_FAILED, _one_line(message)
     if (isinstance(error, AssertionError | ValueError) or type(error) is Exception) and message.startswith(
@@ -237,6 +252,13 @@ def _rank() -> int:
 
 def _one_line(message: str) -> str:
     return re.sub(r"\s*\n\s*", " ", message)
+
+
+def _given_as(path: str) -> str:
+    """``path`` behind the flag of the command line that gives it, if one does."""
+    arguments = sys.argv[1:]
+    names = (argument.partition("=")[0] for argument in arguments if argument.startswith("-"))
+    return next((f"{name} {path}" for name in names if path in values(arguments, name)), path)
 
 
 def _lies_in(path: str | None, directories: str) -> bool:

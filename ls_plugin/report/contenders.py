@@ -41,7 +41,7 @@ class Step:
     @property
     def family(self) -> str:
         """Raises UnsupportedError for an architecture that is unknown, or that has no twin whose step can be traced."""
-        check_arch(["--arch", self.arch])
+        check_arch(["--arch", self.arch], stock_only=True)
         model = models.ARCH_MODEL_NAME_REGISTRY[stock_name(self.arch)]
         if model not in _FAMILIES:
             why = (
@@ -137,12 +137,12 @@ def _build(asked: Step, contender: str) -> Trainer:
     else:
         arguments += ["--task", "dummy_lm", "--tokens-per-sample", length]
     arguments += ["--max-tokens", length, *asked.flags]
-    told = io.StringIO()
+    errors = io.StringIO()
     try:
-        with contextlib.redirect_stderr(told):
+        with contextlib.redirect_stderr(errors):
             trainer = build_trainer(arguments, "meta")
     except SystemExit:  # of fairseq's parser
-        message = (told.getvalue().splitlines() or ["fairseq refuses them"])[-1]
+        message = (errors.getvalue().splitlines() or ["fairseq refuses them"])[-1]
         raise UsageError(f"flags after --: {message.rpartition('error: ')[2]}") from None
     if contender == APEX:
         trainer.optimizer.fp32_optimizer._optimizer = _ApexAdam(trainer.optimizer.fp32_optimizer.params)

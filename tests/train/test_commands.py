@@ -4,6 +4,7 @@ import logging
 import re
 import shutil
 import sys
+from pathlib import Path
 
 import fairseq_cli.eval_lm
 import fairseq_cli.train
@@ -440,3 +441,27 @@ def test_another_user_dir_is_kept(monkeypatch, tmp_path):
 def test_statuses_tell_misuse_from_failure():
     assert _fairseq_command._tell("x", UnsupportedError("no")) == 2
     assert _fairseq_command._tell("x", CheckpointError("no")) == 1
+
+
+@pytest.mark.parametrize("given", [["--input", "nowhere.txt"], ["--input=nowhere.txt"], []])
+def test_a_file_that_cannot_be_opened_names_its_flag(monkeypatch, tmp_path, given):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["lightseq-interactive", "data", *given])
+    with pytest.raises(FileNotFoundError) as caught:
+        Path("nowhere.txt").read_text()
+    status, line = _fairseq_command._known_cause(caught.value)
+    assert (status, line) == (1, f"{'--input ' if given else ''}nowhere.txt: no such file or directory")
+
+
+def test_a_folder_of_code_that_is_not_there(run_command):
+    status, errors = run_command("train", "data", *BASE, "--user-dir", "/nowhere")
+    assert status == 1
+    assert_one_line(errors, "--user-dir /nowhere: no such file or directory")
+
+
+def test_a_translation_model_is_no_language_model():
+    model = torch.nn.Linear(1, 1)
+    with pytest.raises(AttributeError) as caught:
+        model.supported_targets  # noqa: B018 (as fairseq's task asks)
+    status, line = _fairseq_command._known_cause(caught.value)
+    assert status == 1 and line.startswith("--task language_modeling: must have a language model, got 'Linear'; ")

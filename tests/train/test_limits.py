@@ -101,6 +101,7 @@ def test_training_refuses_what_has_no_meaning(flag, value, expected):
         ("--sampling-topp", "1.5", "must lie in [0, 1], or -1 for off"),
         ("--num-shards", "0", "must be at least 1"),
         ("--shard-id", "1", "must be less than --num-shards 1"),
+        ("--optimizer-overrides", "{", "must be a dict as Python writes it"),
     ],
 )
 def test_generation_refuses_what_has_no_meaning(command, flag, value, expected):
@@ -130,7 +131,14 @@ def test_every_fault_is_named_at_once():
         ["--encoder-layers", "0"],
         ["--stop-min-lr", "-1", "--stop-time-hours", "-1"],
         ["--lr-scheduler", "cosine", "--lr-period-updates", "-1", "--warmup-init-lr", "-1", "--warmup-updates", "0"],
-        ["--tokenizer", "moses"],  # is stored, and read by nobody who trains
+        [
+            "--tokenizer",
+            "moses",
+            "--source-lang",
+            "de",
+            "--target-lang",
+            "en",
+        ],  # is stored, and read by nobody who trains
     ],
     ids=" ".join,
 )
@@ -217,12 +225,38 @@ def test_a_package_counts_where_it_is_read_only(without, monkeypatch):
         ("beam 4", "--eval-bleu-args beam 4: must be a JSON object"),
         ("[4]", "--eval-bleu-args [4]: must be a JSON object"),
         ('{"beam": 0}', "--eval-bleu-args: --beam 0: must be at least 1"),
+        ('{"beam": "4"}', '--eval-bleu-args: --beam "4": must be a number; write it without quotes'),
         ('{"beam": 4, "lenpen": NaN}', "--eval-bleu-args: --lenpen nan: must be finite"),
     ],
 )
 def test_generation_of_eval_bleu(text, expected):
     assert expected in refusal("--eval-bleu", "--eval-bleu-args", text)
     parse("--eval-bleu", "--eval-bleu-args", '{"beam": 4, "max_len_a": 1.2}')
+
+
+def test_a_detokenizer_that_is_none():
+    assert "--eval-bleu-detok nosuch: must be one of moses, nltk, space" in refusal(
+        "--eval-bleu", "--eval-bleu-detok", "nosuch"
+    )
+    parse("--eval-bleu", "--eval-bleu-detok", "space")
+
+
+@pytest.mark.parametrize("text", ["{", "x", "[1]"])
+def test_overrides_that_are_no_dict(text):
+    assert f"--model-overrides {text}: must be a dict" in refusal("--model-overrides", text, command="generate")
+    parse("--model-overrides", "{'dropout': 0.1}", command="generate")
+
+
+def test_moses_needs_the_languages():
+    assert "--tokenizer moses: needs --source-lang and --target-lang" in refusal("--tokenizer", "moses")
+    parse("--tokenizer", "moses", "--source-lang", "de", "--target-lang", "en")
+
+
+def test_heads_must_divide_the_width_in_our_architectures():
+    assert "--encoder-attention-heads 3: must divide --encoder-embed-dim 64" in refusal(
+        "--encoder-attention-heads", "3"
+    )
+    parse("--arch", "transformer_tiny", "--encoder-attention-heads", "3")
 
 
 def test_masking():
