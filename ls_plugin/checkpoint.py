@@ -140,7 +140,7 @@ def _load_checkpoint(stock, cfg, trainer, **kwargs):
             raise
         raise CheckpointError(
             f"checkpoint {path}: was saved after more batches of its epoch than there are now; give the data and the batch size of the run "
-            "that saved it, on as many devices, or --reset-dataloader to begin the data anew"
+            "that saved it, on as many devices, or --reset-dataloader to start the epoch again"
         ) from error
     finally:
         _weights_are_enough.reset(token)
@@ -249,7 +249,7 @@ def _upgrade_state_dict(stock, state):
             f"a bare state dict of {len(state)} tensors" if is_bare else f"{', '.join(map(repr, sorted(state)))} alone"
         )
         raise _WeightsAlone(got)
-    logger.info("the file holds weights alone; everything else starts anew")
+    logger.info("the file holds weights only; everything else starts from the beginning")
     start = {"train_iterator": {"epoch": 1, "iterations_in_epoch": 0}}
     return {"cfg": None, **({} if is_bare else state), "model": weights, "optimizer_history": [], "extra_state": start}
 

@@ -1,4 +1,4 @@
-"""Faults of fairseq 0.12 itself, put right while the plugin is loaded; nothing installed is edited.
+"""Faults of fairseq 0.12 itself, fixed while the plugin is loaded; nothing installed is edited.
 
 Each is what fairseq's documentation promises and its code does not do:
 

@@ -8,6 +8,7 @@ import ast
 import importlib.util
 import json
 import math
+import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping
@@ -15,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 from fairseq import options
-from fairseq.data import encoders
+from fairseq.data import data_utils, encoders
 from fairseq.dataclass import initialize
 from omegaconf import DictConfig, OmegaConf
 
@@ -130,7 +131,7 @@ _PACKAGES = (
     ("eval_bleu_detok", ("moses",), ("sacremoses",), "sacremoses"),
     ("eval_bleu_detok", ("nltk",), ("nltk",), "nltk"),
 )
-_READ_IN_GENERATION = ("tokenizer", "bpe", "scoring")  # training stores them and reads them not
+_READ_IN_GENERATION = ("tokenizer", "bpe", "scoring")  # training stores them and does not read them
 
 
 def install() -> None:
@@ -269,6 +270,8 @@ def _contradictions(found: Mapping[str, object]) -> Iterator[str]:
     lasts = found.get("total_num_update") or found.get("max_update", math.inf)
     if found.get("lr_scheduler") == "polynomial_decay" and not lasts:
         yield "--total-num-update: required by --lr-scheduler polynomial_decay, as in --total-num-update 100000; or give --max-update"
+    if found.get("task") == "translation":
+        yield from _one_language(found)
     for name in ("model_overrides", "optimizer_overrides"):
         text = found.get(name)
         if isinstance(text, str) and not isinstance(_literal(text), dict):
@@ -277,6 +280,18 @@ def _contradictions(found: Mapping[str, object]) -> Iterator[str]:
         yield from _heads(found)
     if found.get("eval_bleu"):
         yield from _eval_bleu(found)
+
+
+def _one_language(found: Mapping[str, object]) -> Iterator[str]:
+    """One language without the other: fairseq then takes both from the data, and not the one that was given."""
+    given = {side: found[f"{side}_lang"] for side in ("source", "target") if found.get(f"{side}_lang")}
+    folder = str(found.get("data") or "").split(os.pathsep)[0]
+    if len(given) != 1 or not os.path.isdir(folder):
+        return
+    ((side, language),) = given.items()
+    pair = data_utils.infer_language_pair(folder)
+    if all(pair) and pair[side == "target"] != language:
+        yield f"--{side}-lang {language}: the data are {'-'.join(pair)}; give both --source-lang and --target-lang"
 
 
 def _literal(text: str) -> object:
@@ -334,5 +349,5 @@ def _missing_packages(found: Mapping[str, object], generates: bool) -> Iterator[
 def _is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):  # its parent is not there, or it is shut out
+    except (ImportError, ValueError):  # its parent package is missing, or its import is blocked
         return False

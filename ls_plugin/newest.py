@@ -155,7 +155,7 @@ def _n_updates(state: dict) -> int:
 
 
 def _difference(state: dict, cfg, trainer) -> str | None:
-    """What tells that another run saved ``state``; None if nothing does."""
+    """What shows that another run saved ``state``; None if nothing does."""
     saved = _fields(state.get("cfg"))
     arch = stock_name(str(_name_of(_fields(saved.get("model")))))
     if arch != stock_name(str(_name_of(_fields(trainer.cfg.model)))):

@@ -1,4 +1,4 @@
-"""Replaces the stock modules that a fairseq constructor made by fused ones, and tells whether a module is still what was built."""
+"""Replaces the stock modules that a fairseq constructor made by fused ones, and checks whether a module is still as built."""
 
 from collections.abc import Iterable, Mapping
 

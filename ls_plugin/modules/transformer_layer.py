@@ -167,7 +167,7 @@ class _FusedLayer(ScriptedAsStock):
     def _run_as_node(self, x, y, context, kv, norms, has_encoder, needs_weights):
         modules, last_norm = self._modules, norms[-1]
         attention, encoder_attention = modules["self_attn"], modules["encoder_attn"] if has_encoder else None
-        # Numbers of heads and scales may be set anew, by pruning for one.
+        # Numbers of heads and scales may change, by pruning for example.
         key = attention.num_heads, attention.scaling
         if has_encoder:
             key += encoder_attention.num_heads, encoder_attention.scaling

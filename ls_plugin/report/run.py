@@ -94,7 +94,7 @@ class Clock:
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}  # of a run, by contender
         self.first: tuple[float, float] | None = (
-            None  # of the run in hand: seconds after its start, and what was done then
+            None  # of the current run: seconds after its start, and what was done then
         )
 
     def begin(self) -> None:
@@ -118,7 +118,7 @@ class Clock:
         return f"about {minutes} min {seconds:02} s left" if minutes else f"about {seconds} s left"
 
     def whole(self, now: str, elapsed_s: float, fraction: float) -> float | None:
-        """Seconds of the whole run in hand, None while nothing tells.
+        """Seconds of the whole current run, None while it cannot be known.
 
         From its second look at the updates on by their rate, start-up and compilation aside; before that as an earlier run of the same contender,
         or of others, took, while it is not over that.

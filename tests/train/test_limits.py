@@ -247,6 +247,17 @@ def test_overrides_that_are_no_dict(text):
     parse("--model-overrides", "{'dropout': 0.1}", command="generate")
 
 
+def test_one_language_must_be_the_datas(tmp_path):
+    """With one of two languages fairseq takes both from the data: --source-lang en would train from German."""
+    (tmp_path / "train.de-en.de.idx").touch()
+    rest = [str(tmp_path), *TRAIN[1:]]
+    for flags in (["-s", "en"], ["-t", "de"], ["-s", "fr"]):
+        with pytest.raises(UsageError, match="the data are de-en; give both --source-lang and --target-lang"):
+            options.parse_args_and_arch(options.get_training_parser(), [*rest, *flags])
+    for flags in ([], ["-s", "de"], ["-t", "en"], ["-s", "en", "-t", "de"]):
+        options.parse_args_and_arch(options.get_training_parser(), [*rest, *flags])
+
+
 def test_moses_needs_the_languages():
     assert "--tokenizer moses: needs --source-lang and --target-lang" in refusal("--tokenizer", "moses")
     parse("--tokenizer", "moses", "--source-lang", "de", "--target-lang", "en")
