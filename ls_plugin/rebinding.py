@@ -31,6 +31,13 @@ def wrap(owner, name: str, wrapper: Callable) -> None:
     setattr(owner, name, wrapped)
 
 
+def beneath_wraps(function: Callable | None) -> Callable | None:
+    """``function`` without the plugin's own wrappers around it; wrappers of others stay."""
+    while getattr(function, _WRAPPER, None) is not None:
+        function = function.__wrapped__
+    return function
+
+
 def replace(owner, name: str, function: Callable) -> None:
     """Rebinds ``owner.name`` to ``function`` itself, for what TorchScript compiles: it reads the source of a function, not of a wrapper.
 

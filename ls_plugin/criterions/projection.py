@@ -15,13 +15,14 @@ from ls_plugin.models.transformer_decoder import LightSeqTransformerDecoder
 from ls_plugin.modules.swap import are_classes_as_built
 from ls_plugin.ops.checks import product_dtype
 from ls_plugin.ops.linear_cross_entropy import block_rows
+from ls_plugin.rebinding import beneath_wraps
 
 # What passes its arguments on to the module inside.
 _PARALLEL = (ModuleProxyWrapper, DistributedTimeoutWrapper, DistributedDataParallel, LegacyDistributedDataParallel)
 
 # Methods by which features_only=True gives exactly what the output projection gets otherwise, or that are none of its business.
 _MODEL_METHODS = {
-    "forward": {TransformerModelBase.forward, FairseqLanguageModel.forward, BARTModel.forward},
+    "forward": {TransformerModelBase.forward, FairseqLanguageModel.forward, beneath_wraps(BARTModel.forward)},
     "get_targets": {BaseFairseqModel.get_targets},  # it is given the features
 }
 _DECODER_METHODS = {
@@ -134,7 +135,7 @@ def _will_search_unused_parameters(cfg) -> bool:
 
 def _is_known(module, name: str, known: set) -> bool:
     """Whether a bound method is one of ``known``, or the plugin's, whose models keep fairseq's meaning of features_only."""
-    function = getattr(getattr(module, name, None), "__func__", None)
+    function = beneath_wraps(getattr(getattr(module, name, None), "__func__", None))
     return function in known or getattr(function, "__module__", "").startswith("ls_plugin.")
 
 

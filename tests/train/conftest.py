@@ -12,6 +12,7 @@ import pytest
 import torch
 from fairseq import options, tasks
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq.logging import metrics
 from fairseq.trainer import Trainer
 from fairseq_cli import preprocess
 
@@ -116,6 +117,13 @@ class Commands:
 
     def run(self, module: str, *arguments, status: int | None = 0, **options) -> str:
         return self.finish(self.start(module, *arguments, **options), status)
+
+
+@pytest.fixture(autouse=True)
+def forget_what_was_logged():
+    """fairseq keeps meters for the whole process; a criterion that logs under the same names would add to them."""
+    yield
+    metrics.reset()
 
 
 @pytest.fixture(scope="session")
