@@ -270,6 +270,9 @@ def _contradictions(found: Mapping[str, object]) -> Iterator[str]:
     lasts = found.get("total_num_update") or found.get("max_update", math.inf)
     if found.get("lr_scheduler") == "polynomial_decay" and not lasts:
         yield "--total-num-update: required by --lr-scheduler polynomial_decay, as in --total-num-update 100000; or give --max-update"
+    top, lr = found.get("max_lr"), found.get("lr")
+    if found.get("lr_scheduler") == "triangular" and isinstance(top, int | float) and lr and top <= lr[0]:
+        yield f"--max-lr {top}: must be greater than --lr {lr[0]}, from which it rises; change one of them"
     if found.get("task") == "translation":
         yield from _one_language(found)
     for name in ("model_overrides", "optimizer_overrides"):

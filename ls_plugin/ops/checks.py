@@ -127,7 +127,7 @@ def to_common_dtype(op: str, name: str, *tensors: Tensor | None) -> tuple[Tensor
 def product_dtype(like: Tensor) -> torch.dtype | None:
     """The dtype to which matrix products on ``like``'s device cast their operands; None where they cast none.
 
-    Known from autocast, and by apex.amp's O1, which replaces torch's functions by ones that cast.
+    Known from autocast, and from apex.amp's O1, which replaces torch's functions by ones that cast.
     """
     device = like.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):

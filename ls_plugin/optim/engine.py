@@ -7,8 +7,8 @@ into its place by the layers (``packing.claim_grad``); what autograd allocated e
 ones together before the step. Later gradients accumulate.
 
 A gradient that somebody keeps over ``zero_grad`` keeps its value, as with torch's optimizers, and nothing is copied where nobody keeps one.
-Of a kept ``p.grad`` itself its count of references tells, and it gets memory of its own. Of other tensors over the same memory
-(``p.grad.detach()``, a view, a slice) the storage's count of users tells, but not which they are: they keep the buffer, and the engine takes
+A kept ``p.grad`` itself shows in its count of references, and gets memory of its own. Other tensors over the same memory
+(``p.grad.detach()``, a view, a slice) show in the storage's count of users, but not which they are: they keep the buffer, and the engine takes
 a new one. That count is not asked where ranks exchange gradients, since communication holds slices of the buffer for a time.
 """
 

@@ -258,6 +258,12 @@ def test_one_language_must_be_the_datas(tmp_path):
         options.parse_args_and_arch(options.get_training_parser(), [*rest, *flags])
 
 
+def test_a_triangle_rises_from_lr():
+    rising = ["--lr-scheduler", "triangular", "--lr-period-updates", "10", "--lr", "1e-3", "--max-lr"]
+    assert "--max-lr 0.0001: must be greater than --lr 0.001" in refusal(*rising, "1e-4")
+    parse(*rising, "1e-2")
+
+
 def test_moses_needs_the_languages():
     assert "--tokenizer moses: needs --source-lang and --target-lang" in refusal("--tokenizer", "moses")
     parse("--tokenizer", "moses", "--source-lang", "de", "--target-lang", "en")
