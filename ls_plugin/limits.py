@@ -263,6 +263,8 @@ def _contradictions(found: Mapping[str, object]) -> Iterator[str]:
     n_shards, shard = found.get("num_shards"), found.get("shard_id")
     if isinstance(n_shards, int) and isinstance(shard, int) and shard >= n_shards > 0:
         yield f"--shard-id {shard}: must be less than --num-shards {n_shards}; they count from 0"
+    if (found.get("num_batch_buckets") or 0) > 0 and found.get("batch_size") and not found.get("max_tokens"):
+        yield "--num-batch-buckets: must come with --max-tokens, from which fairseq takes the size of each bucket's batches; add it"
     if found.get("task") == "masked_lm":
         shares = [found.get(name) or 0.0 for name in ("random_token_prob", "leave_unmasked_prob")]
         if sum(shares) > 1:

@@ -160,6 +160,17 @@ def test_generation_keeps_what_fairseq_reads_as_off(flags):
     parse(*flags, command="generate")
 
 
+def test_buckets_of_batches_need_the_number_of_tokens():
+    """fairseq asserts it once the data is loaded."""
+    flags = ["--batch-size", "8", "--num-batch-buckets"]
+    start = [*TRAIN[:5], *TRAIN[7:], *flags]
+    assert "--max-tokens" not in start
+    with pytest.raises(UsageError, match="--num-batch-buckets: must come with --max-tokens"):
+        options.parse_args_and_arch(options.get_training_parser(), [*start, "3"])
+    options.parse_args_and_arch(options.get_training_parser(), [*start, "0"])
+    assert parse(*flags, "3").num_batch_buckets == 3
+
+
 def test_ranges_of_one_scheduler_hold_for_it_alone():
     assert "--warmup-updates 0: must be at least 1" in refusal(
         "--lr-scheduler", "inverse_sqrt", "--warmup-updates", "0"
