@@ -46,7 +46,9 @@ class _Bucket:
         """Starts the all-reduce; a parameter without a gradient counts as zeros."""
         params, view = self.engine.params, self.engine.grad_view
         self.used = [params[i].grad is not None for i in self.indices]
-        self.engine.adopt(i for i in self.indices if params[i].grad is not None and params[i].grad is not view(i))
+        elsewhere = [i for i in self.indices if params[i].grad is not view(i)]
+        self.engine.make_room(elsewhere)
+        self.engine.adopt(i for i in elsewhere if params[i].grad is not None)
         unused = [view(i) for i, used in zip(self.indices, self.used, strict=True) if not used]
         if unused:
             torch._foreach_zero_(unused)

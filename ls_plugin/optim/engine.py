@@ -182,9 +182,9 @@ class ContiguousBuffer:
     def make_room(self, indices: Iterable[int]) -> None:
         """Before :meth:`adopt` of gradients that somebody put elsewhere after their places had been given away, which may be kept.
 
-        Not to be called while gradients are computed.
+        Also before the places of parameters without a gradient are written to. While gradients are computed only where ranks exchange them.
         """
-        indices = [i for i in indices if self._claimed[i] and not self._is_at_home(i)]
+        indices = [i for i in indices if self._claimed[i] and (self.params[i].grad is None or not self._is_at_home(i))]
         if not indices:
             return
         self._part_from_kept(indices)

@@ -133,6 +133,24 @@ def check_no_sync_accumulates(rank):
     _assert_grads(chain, {name: first[name] + second[name] for name in first})
 
 
+def check_a_kept_gradient_keeps_its_value(rank):
+    """Whoever resets the gradients, with layers that get none and with passes that accumulate."""
+    for overlaps in (True, False):
+        for resets_model in (True, False):
+            chain, wrapper, optimizer = _wrapped(overlaps=overlaps)
+            kept = []
+            for step, skip in enumerate(((), (), (1,), ())):
+                (chain if resets_model else optimizer).zero_grad()
+                with wrapper.no_sync():
+                    wrapper(_batch(rank, step), skip=skip).backward()
+                wrapper(_batch(rank, step + 1), skip=skip).backward()
+                wrapper.all_reduce_grads()
+                grads = [p.grad for p in chain.parameters() if p.grad is not None]
+                kept += [(grad, grad.clone()) for grad in grads]
+                optimizer.step()
+                assert all(torch.equal(grad, value) for grad, value in kept)
+
+
 def check_unused_parameters(rank):
     chain, wrapper, optimizer = _wrapped()
     # Layer 2 on no rank, layer 1 on rank 0 only; then all.
