@@ -117,13 +117,14 @@ def _check_operands(op: ast.operator, left, right) -> None:
     if len(sequences) + len(numbers) < 2:
         raise ValueError("only numbers, lists and tuples can be combined")
     if len(sequences) == 1 and isinstance(op, ast.Mult):
-        n_elements = _n_elements(sequences[0]) * max(numbers[0], 0)
+        n_elements = sum(map(_n_elements, sequences[0])) * max(numbers[0], 0)
         if not isinstance(numbers[0], int) or n_elements > MAX_ELEMENTS:
             raise ValueError(f"a list can be repeated up to {MAX_ELEMENTS:,} elements")
 
 
 def _n_elements(value) -> int:
-    return sum(map(_n_elements, value)) if isinstance(value, (list, tuple)) else 1
+    """The elements at every depth, each list or tuple among them: a list of empty lists takes memory too."""
+    return 1 + sum(map(_n_elements, value)) if isinstance(value, (list, tuple)) else 1
 
 
 def _is_fairseq(name: str) -> bool:
