@@ -6,7 +6,7 @@ to the others, ``checkpoint_last.pt`` at the end. A kill, or a full disk, in bet
 
 A file of the save folder is progress of this run if
 
-- it has more updates than ``checkpoint_last.pt`` and took its name after it. (A longer run before this one, or a run that somebody set back
+- it has more updates than ``checkpoint_last.pt``, and was written and took its name after it. (A longer run before this one, or a run that somebody set back
   by copying an older file over ``checkpoint_last.pt``, leaves files that are older.)
 - it was saved with this run's architecture, parameters, task, languages and seed, and, for --finetune-from-model and --continue-once, by a run
   that began with the same file.
@@ -97,15 +97,13 @@ def _candidates(cfg, trainer, suffix: str) -> list[tuple[int, str]]:
     folder = Path(cfg.save_dir)
     if PathManager.path_requires_pathmanager(cfg.save_dir) or not folder.is_dir():
         return []
-    last, n_last, since = folder / suffixed(DEFAULT_RESTORE_FILE, suffix), -1, 0
+    last, n_last, since = folder / suffixed(DEFAULT_RESTORE_FILE, suffix), -1, None
     if os.path.lexists(last):
-        since = last.lstat().st_ctime_ns
+        since = last.lstat()
     named = [
         (path, re.fullmatch(rf"{_NAMES}{re.escape(suffix)}\.pt", path.name)) for path in folder.glob("checkpoint*.pt")
     ]
-    named = [
-        (path, match[1]) for path, match in named if match and path.is_file() and path.lstat().st_ctime_ns >= since
-    ]
+    named = [(path, match[1]) for path, match in named if match and path.is_file() and _is_since(path.lstat(), since)]
     if named and since:
         state = _look_into(last)
         if state is None:
@@ -138,6 +136,14 @@ def _candidates(cfg, trainer, suffix: str) -> list[tuple[int, str]]:
         if not suffix:
             break
     return whole
+
+
+def _is_since(file: os.stat_result, last: os.stat_result | None) -> bool:
+    """Whether ``file`` was written, and took its name, after ``last``.
+
+    Both times count: a copy of the folder (``cp -a``, rsync) gives new times of naming in an order of its own, and ``cp -p`` an old time of writing.
+    """
+    return last is None or (file.st_mtime_ns >= last.st_mtime_ns and file.st_ctime_ns >= last.st_ctime_ns)
 
 
 def _look_into(path: Path) -> dict | None:

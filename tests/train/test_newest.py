@@ -1,6 +1,7 @@
 """The checkpoint that a run goes on from after a save that was cut short, with fairseq's own save and load around a small state."""
 
 import os
+import shutil
 import signal
 import time
 from argparse import Namespace
@@ -186,6 +187,17 @@ def test_files_older_than_the_last_are_another_runs_or_were_set_back(tmp_path):
     ):
         act()
         assert Run(tmp_path).resume() == LAST
+
+
+def test_a_copy_of_the_folder_names_its_files_in_an_order_of_its_own(tmp_path):
+    """As ``cp -a`` and rsync do, which keep the times of writing."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "copy").mkdir()
+    Run(tmp_path / "run").save(9).save(4)  # somebody set the run back
+    for name in (LAST, "checkpoint_1_4.pt", "checkpoint_1_9.pt"):
+        shutil.copy2(tmp_path / "run" / name, tmp_path / "copy" / name)
+        time.sleep(0.02)
+    assert Run(tmp_path / "copy").resume() == LAST
 
 
 def test_an_explicit_file_stays_as_given(tmp_path):
