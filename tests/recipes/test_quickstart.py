@@ -107,7 +107,7 @@ def test_what_to_expect_is_said_before_anything_trains(run_module, tmp_path, cap
 
     quickstart.compare = stop
     assert quickstart.run() == 130
-    assert "What to expect" in screen[0] and "BLEU 50 to 55" in " ".join(screen[0].split())
+    assert "What to expect" in screen[0] and "BLEU 50 to 60" in " ".join(screen[0].split())
     assert max(map(len, screen[0].splitlines())) <= 100
 
 
