@@ -126,6 +126,17 @@ def forget_what_was_logged():
     metrics.reset()
 
 
+@pytest.fixture(autouse=True)
+def put_back_what_commands_rebind():
+    """A ``lightseq-`` command that is called in this process puts its worker function in fairseq's module."""
+    names = ("train", "validate", "generate", "interactive", "eval_lm")
+    mains = {name: getattr(sys.modules.get(f"fairseq_cli.{name}"), "main", None) for name in names}
+    yield
+    for name, main in mains.items():
+        if main is not None:
+            sys.modules[f"fairseq_cli.{name}"].main = main
+
+
 @pytest.fixture(scope="session")
 def commands(tmp_path_factory) -> Commands:
     folder = tmp_path_factory.mktemp("corpus")
